@@ -1,0 +1,185 @@
+"""The one handle that an engine holds: rows, routes, kernel and the live loop of one rank.
+
+banks = Banks(source, plan..., ...)      once, before the first step
+banks.tick(); banks.begin_step(...)      between steps, on the thread that launches them
+banks.forward(layer_id, ...)             in every MoE layer
+banks.close()                            when the model goes
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hotsplit.bank.build import Progress, build_pointer_rows, place_layers
+from hotsplit.bank.cpu import CpuSwapBackend
+from hotsplit.bank.kernels.exact import ExpertMath, Tensors, exact
+from hotsplit.bank.live import Live
+from hotsplit.bank.pointers import PointerRows
+from hotsplit.bank.route import Phase, Router
+from hotsplit.bank.source import ExpertSource
+from hotsplit.bank.swap import Swapper
+from hotsplit.errors import ConfigError
+from hotsplit.plan.rebalance import RebalanceOptions, Rebalancer
+
+logger = logging.getLogger(__name__)
+
+Kernel = Callable[..., torch.Tensor]
+
+KERNELS: Mapping[str, Kernel] = {"exact": exact}
+"""Expert kernels by the name that HOTSPLIT_KERNEL gives them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BankOptions:
+    """How the banks behave while the model runs."""
+
+    top_k: int
+    """Experts per token."""
+    dynamic: bool = True
+    """Whether hot experts follow the traffic."""
+    dyn_steps: int = 2000
+    """Steps between updates."""
+    kernel: str = "exact"
+    """Name in KERNELS."""
+    rebalance: RebalanceOptions = RebalanceOptions()
+    """Margin, swaps per layer, half-life."""
+
+
+class Banks:
+    """Hot and cold rows of all MoE layers of one rank, driven by an engine.
+
+    Args:
+        source: Where the experts lie.
+        hot: Hot expert ids per layer, most wanted first, L of them.
+        prior: Counts that the plan was made from, [L, E]; None where there were none.
+        options: Behaviour.
+        on_progress: Told bytes done and in all while hot rows are read.
+
+    Raises:
+        BankError: Memory or a file failed.
+        ConfigError: The kernel is not known.
+    """
+
+    def __init__(
+        self,
+        source: ExpertSource,
+        *,
+        hot: Sequence[Sequence[int]],
+        prior: npt.NDArray[np.float64] | None,
+        options: BankOptions,
+        on_progress: Progress | None = None,
+    ) -> None:
+        if options.kernel not in KERNELS:
+            raise ConfigError("kernel", got=repr(options.kernel), wanted=" or ".join(KERNELS))
+        self._kernel = KERNELS[options.kernel]
+        self._source = source
+        layers = place_layers(hot, num_experts=source.num_experts, dynamic=options.dynamic, inclusive=True)
+        row_bytes = [layout.num_bytes for layout in source.layouts]
+        self.rows: PointerRows = build_pointer_rows(source, hot=hot, layers=layers, on_progress=on_progress)
+        """Memory behind the rows."""
+        # Padding computes what the stock engine computes: the exact kernel promises equality for every token.
+        self.router = Router(layers, row_bytes=row_bytes, redirect_padding=False)
+        """Row maps and counters."""
+        self.live = Live(self.router, plan_shares=prior, row_bytes=row_bytes, dyn_steps=options.dyn_steps)
+        """The loop that corrects the plan."""
+        self._maths: dict[int, ExpertMath] = {}
+        self._step = 0
+        self._phase: Phase = "prefill"
+        self._is_padding: torch.Tensor | None = None
+        self._swaps: CpuSwapBackend | None = None
+        if options.dynamic:
+            self._adapt(prior=prior, options=options, hot_mask=self.router.hot_mask(), layers=layers)
+
+    def _adapt(self, *, prior: object, options: BankOptions, hot_mask: object, layers: Sequence[object]) -> None:
+        self._swaps = CpuSwapBackend(self.rows, router=self.router, files=self._source.files)
+        swapper = Swapper(self._swaps, layouts=layers)  # type: ignore[arg-type]
+        rebalancer = Rebalancer(hot=hot_mask, prior=prior, top_k=options.top_k, options=options.rebalance)  # type: ignore[arg-type]
+        self.live.adapt(swapper, rebalancer=rebalancer)
+
+    @property
+    def hot_bytes(self) -> int:
+        """Bytes of fast memory taken: hot rows, spare rows, page waste."""
+        return self.rows.hot_bytes
+
+    def use_math(self, layer_id: int, math: ExpertMath) -> None:
+        """Tell what a layer's experts compute; before the first forward.
+
+        Args:
+            layer_id: Ordinal among MoE layers.
+            math: As the engine read it off its module.
+        """
+        self._maths[layer_id] = math
+
+    def begin_step(self, *, phase: Phase, is_padding: torch.Tensor | None) -> None:
+        """Say what kind of step follows.
+
+        Args:
+            phase: Of the whole step.
+            is_padding: The engine's padding mask, [T], bool; None for none.
+        """
+        self._step += 1
+        self._phase, self._is_padding = phase, is_padding
+
+    def forward(
+        self, layer_id: int, hidden_states: torch.Tensor, *, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """One layer's routed experts.
+
+        Args:
+            layer_id: Ordinal among MoE layers.
+            hidden_states: Tokens, [T, D].
+            topk_ids: Expert ids, [T, K], integer.
+            topk_weights: Router weights, [T, K].
+
+        Returns:
+            Outputs, [T, D].
+        """
+        is_padding = self._is_padding
+        if is_padding is not None and is_padding.numel() != topk_ids.shape[0]:
+            is_padding = None
+        self.router.route(layer_id, topk_ids, is_padding=is_padding, phase=self._phase, step=self._step)
+        bank = _LayerView(self.rows, layer_id=layer_id, row_map=self.router.row_map[layer_id].tolist())
+        return self._kernel(
+            hidden_states, topk_ids=topk_ids, topk_weights=topk_weights, bank=bank, math=self._maths[layer_id]
+        )
+
+    def tick(self) -> None:
+        """Between two steps: count, publish, update.
+
+        Raises:
+            BankError: The third update in a row failed.
+        """
+        self.live.tick()
+
+    def close(self) -> None:
+        """Count the last step, stop the copies, let memory and files go; twice is harmless."""
+        self.router.flush()
+        if self._swaps is not None:
+            self._swaps.close()
+            self._swaps = None
+        self.rows.close()
+
+
+class _LayerView:
+    """The rows of one layer, as a kernel sees them (a LayerBank)."""
+
+    def __init__(self, rows: PointerRows, *, layer_id: int, row_map: list[int]) -> None:
+        self._rows, self._layer_id, self._row_map = rows, layer_id, row_map
+
+    def row_of(self, expert: int) -> int:
+        return self._row_map[expert]
+
+    def is_hot(self, row: int) -> bool:
+        return self._rows.is_hot(self._layer_id, row)
+
+    def tensors(self, row: int) -> Tensors:
+        return self._rows.tensors(self._layer_id, row)
+
+    def ask(self, rows: Iterable[int]) -> None:
+        self._rows.ask(self._layer_id, rows)

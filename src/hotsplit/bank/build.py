@@ -1,0 +1,68 @@
+"""Fill the banks by plan: every hot row gets its expert's bytes, once, straight into place.
+
+`plan -> build -> rows`. On pointer rows the cold bank needs no filling (the files are the bank), so the peak above
+the final size is one read buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hotsplit.bank.direct import DirectReader
+from hotsplit.bank.pointers import PointerRows
+from hotsplit.bank.rows import LayerRows, place
+from hotsplit.bank.source import ExpertSource
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all."""
+
+
+def place_layers(
+    hot: Sequence[Sequence[int]], *, num_experts: int, dynamic: bool, inclusive: bool
+) -> tuple[LayerRows, ...]:
+    """Number the rows of all layers.
+
+    Args:
+        hot: Hot expert ids per layer, most wanted first.
+        num_experts: E.
+        dynamic: Whether layers may swap and so get a spare row.
+        inclusive: Whether slow memory keeps every expert.
+    """
+    return tuple(place(experts, num_experts=num_experts, spare=dynamic, inclusive=inclusive) for experts in hot)
+
+
+def build_pointer_rows(
+    source: ExpertSource,
+    *,
+    hot: Sequence[Sequence[int]],
+    layers: Sequence[LayerRows],
+    on_progress: Progress | None = None,
+) -> PointerRows:
+    """Make pointer rows and read the hot ones.
+
+    Args:
+        source: Where the experts lie.
+        hot: Hot expert ids per layer, in row order.
+        layers: Their rows, as place_layers gave them.
+        on_progress: Told after every row.
+
+    Raises:
+        BankError: Memory or a file failed; everything taken is given back.
+    """
+    total = sum(source.layouts[i].num_bytes * len(experts) for i, experts in enumerate(hot))
+    rows = PointerRows(source, layers=layers)
+    reader = DirectReader(source.files)
+    done = 0
+    try:
+        for layer_id, experts in enumerate(hot):
+            for row, expert in enumerate(experts):
+                rows.fill(layer_id, expert=expert, row=row, reader=reader)
+                done += source.layouts[layer_id].num_bytes
+                if on_progress:
+                    on_progress(done, total)
+    except BaseException:
+        rows.close()
+        raise
+    finally:
+        reader.close()
+    return rows

@@ -1,0 +1,116 @@
+"""The exact kernel: any order of computing, the stock module's order of adding.
+
+Hot experts are computed first, while the kernel's read-ahead fetches the cold ones; each expert's output is added to
+the result in ascending expert id and in the stock module's dtype. Floating-point addition is not associative, so the
+order of adding is what makes the result equal to the stock module's to the bit, wherever a row lies.
+
+Shapes: T tokens, K top-k, D model dim, N = pairs of one expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+Tensors = Mapping[str, torch.Tensor]
+ExpertFunction = Callable[[Tensors, torch.Tensor], torch.Tensor]
+"""One expert's mathematics: (tensors of its row, tokens [N, D]) -> outputs [N, D], unweighted."""
+
+_MAX_PENDING_BYTES = 64 << 20
+"""Outputs that may wait for their turn to be added; past it experts run in ascending order (long prefill)."""
+
+
+class LayerBank(Protocol):
+    """The rows of one layer, as the kernel sees them."""
+
+    def row_of(self, expert: int) -> int:
+        """Where the expert lies."""
+
+    def is_hot(self, row: int) -> bool:
+        """Whether that is fast memory."""
+
+    def tensors(self, row: int) -> Tensors:
+        """The tensors of a row."""
+
+    def ask(self, rows: Iterable[int]) -> None:
+        """Start reading cold rows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertMath:
+    """What one layer's experts compute, as the engine reads it off the stock module."""
+
+    function: ExpertFunction
+    """One expert's mathematics."""
+    num_experts: int
+    """E; ids outside 0..E-1 are sentinels and contribute nothing."""
+    accumulate: torch.dtype | None
+    """Dtype in which the stock module adds the experts' outputs; None for that of the routing weights."""
+
+
+def exact(
+    hidden_states: torch.Tensor,
+    *,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    bank: LayerBank,
+    math: ExpertMath,
+) -> torch.Tensor:
+    """One MoE layer's routed experts.
+
+    Args:
+        hidden_states: Tokens, [T, D].
+        topk_ids: Expert ids, [T, K], integer.
+        topk_weights: Router weights, [T, K].
+        bank: The layer's rows.
+        math: The layer's mathematics.
+
+    Returns:
+        Outputs, [T, D], of hidden_states' dtype.
+    """
+    pairs = _pairs_by_expert(topk_ids, num_experts=math.num_experts)
+    accumulate = math.accumulate or topk_weights.dtype
+    out_TD = torch.zeros_like(hidden_states, dtype=accumulate)
+    pending: dict[int, torch.Tensor] = {}
+    unadded = iter(pairs)
+    following = next(unadded, None)
+    num_bytes = topk_ids.numel() * hidden_states.shape[-1] * max(accumulate.itemsize, topk_weights.dtype.itemsize)
+    for expert in _order(pairs, bank=bank, hot_first=num_bytes <= _MAX_PENDING_BYTES):
+        tokens_N, places_N = pairs[expert]
+        output_ND = math.function(bank.tensors(bank.row_of(expert)), hidden_states[tokens_N])
+        pending[expert] = output_ND * topk_weights[tokens_N, places_N, None]
+        while following in pending:
+            out_TD.index_add_(0, pairs[following][0], pending.pop(following).to(accumulate))
+            following = next(unadded, None)
+    return out_TD.to(hidden_states.dtype)
+
+
+def _order(pairs: Iterable[int], *, bank: LayerBank, hot_first: bool) -> list[int]:
+    """Ask for the cold rows at once, then compute hot before cold (or ascending, where outputs must not pile up)."""
+    rows = {expert: bank.row_of(expert) for expert in pairs}
+    cold = [expert for expert, row in rows.items() if not bank.is_hot(row)]
+    bank.ask(rows[expert] for expert in cold)
+    if not hot_first:
+        return list(rows)
+    waiting = set(cold)
+    return [expert for expert in rows if expert not in waiting] + cold
+
+
+def _pairs_by_expert(topk_ids: torch.Tensor, *, num_experts: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens and top-k places of every expert that is asked for, ascending; within one by place, then token.
+
+    The order within an expert is the stock modules' own: a matrix product may round a row by where it stands.
+    """
+    num_tokens = topk_ids.shape[0]
+    flat = topk_ids.t().reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    experts, counts = torch.unique_consecutive(flat[order], return_counts=True)
+    pieces = order.split(counts.tolist())
+    return {
+        expert: (piece % num_tokens, piece // num_tokens)
+        for expert, piece in zip(experts.tolist(), pieces, strict=True)
+        if 0 <= expert < num_experts
+    }

@@ -1,0 +1,260 @@
+"""The loop that corrects the plan while the model runs: count, score, swap, publish, report.
+
+    every step      flush the counters, then let the swapper publish what has been copied
+    every N steps   window = counters now - counters at the last update
+                    -> rebalancer (numpy, plan/) -> swaps -> swapper        (dynamic mode)
+                    -> one update line: the number that proves that the thing pays
+
+Driven by tick(), on the thread that launches the steps, between two of them.
+
+Shapes: L MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hotsplit.bank.route import PHASES, Counters, Phase, Router
+from hotsplit.bank.swap import Swapper
+from hotsplit.errors import BankError
+from hotsplit.metrics import UpdateLine
+from hotsplit.plan import evaluate
+from hotsplit.plan.rebalance import Rebalancer
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES_IN_A_ROW = 3
+"""Failed updates that stop the run: a disk that cannot be read three times over will not serve the next token."""
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """What happened between two updates, in the phase that counts."""
+
+    phase: Phase
+    """Decode; prefill only where there was no decode."""
+    counts: npt.NDArray[np.int64]
+    """Routed pairs, [L, E], int64."""
+    tokens: int
+    """Routed tokens."""
+    hit_ratio: float | None
+    """Hits / pairs; None for an empty window."""
+    byte_hit_ratio: float | None
+    """Touched hot bytes / touched bytes; None for an empty window."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """One update, as reported."""
+
+    line: UpdateLine
+    """What is logged."""
+    window: Window
+    """What it was made from."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SwapTotals:
+    """Swaps and their bytes since the start."""
+
+    done: int = 0
+    """Published swaps."""
+    refused: int = 0
+    """Proposals that found their layer busy."""
+    failed: int = 0
+    """Failed copies."""
+    moved_bytes: int = 0
+    """Row bytes of published swaps."""
+
+
+class Live:
+    """Counters, rebalancer and swapper of one rank, tied together.
+
+    Args:
+        router: Row maps and counters.
+        plan_shares: Shares that the plan expects, [L, E]; drift is measured against them. None where it expects none.
+        row_bytes: Bytes of one row per layer, [L].
+        dyn_steps: Steps between updates.
+        rank: For the update line.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        *,
+        plan_shares: FloatArray | None,
+        row_bytes: Sequence[int],
+        dyn_steps: int,
+        rank: int = 0,
+    ) -> None:
+        self._router, self._plan_shares, self._row_bytes = router, plan_shares, tuple(row_bytes)
+        self._dyn_steps, self._rank = dyn_steps, rank
+        self._swapper: Swapper | None = None
+        self._rebalancer: Rebalancer | None = None
+        self._baseline = router.counters.copy()
+        self._swaps_before = SwapTotals()
+        self._failures_in_a_row = 0
+        self._failed_now = False
+        self._cost_s = 0.0
+        self.swaps = SwapTotals()
+        """Since the start."""
+        self.num_updates = 0
+        """Updates so far."""
+        self.update_failures = 0
+        """Updates of which a swap failed."""
+        self.last: Update | None = None
+        """The last update."""
+        self.update_seconds = 0.0
+        """Time spent in ticks and updates since the start."""
+        self.on_update: list[Callable[[Update], None]] = []
+        """Called after every update."""
+
+    def adapt(self, swapper: Swapper, *, rebalancer: Rebalancer) -> None:
+        """Switch dynamic mode on.
+
+        Args:
+            swapper: Moves rows.
+            rebalancer: Chooses which.
+        """
+        self._swapper, self._rebalancer = swapper, rebalancer
+
+    def tick(self) -> None:
+        """Between two steps: count the one that ran, publish what is copied, update when it is time.
+
+        Raises:
+            BankError: The third update in a row failed.
+        """
+        started = time.perf_counter()
+        before = self._router.counters.steps
+        self._router.flush()
+        steps = self._router.counters.steps
+        if self._swapper is not None:
+            self._publish(self._swapper)
+        is_due = steps != before and steps % self._dyn_steps == 0
+        if is_due:
+            self._propose()
+        spent = time.perf_counter() - started
+        self._cost_s += spent
+        self.update_seconds += spent
+        if is_due:
+            self._report()
+
+    def live_counts(self) -> FloatArray:
+        """Decayed live counts without the prior, [L, E]; in static mode everything counted in decode."""
+        if self._rebalancer is not None:
+            return self._rebalancer.live_counts()
+        return self._router.counters.counts["decode"].astype(np.float64)
+
+    def window(self) -> Window:
+        """What happened since the last update."""
+        return window_between(self._baseline, self._router.counters)
+
+    def _publish(self, swapper: Swapper) -> None:
+        result = swapper.tick()
+        for swap in result.published:
+            if self._rebalancer is not None:
+                self._rebalancer.published(swap)
+            self.swaps.done += 1
+            self.swaps.moved_bytes += self._row_bytes[swap.layer_id]
+        for swap, reason in result.failed:
+            self.swaps.failed += 1
+            logger.error("swap of expert %d into layer %d failed: %s", swap.expert_in, swap.layer_id, reason)
+        if result.failed:
+            self._count_failure(result.failed[-1][1])
+
+    def _count_failure(self, reason: str) -> None:
+        """An update fails once, however many of its swaps do."""
+        if self._failed_now:
+            return
+        self._failed_now = True
+        self._failures_in_a_row += 1
+        self.update_failures += 1
+        if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+            raise BankError(
+                f"{self._failures_in_a_row} updates in a row failed",
+                got=reason,
+                do="check the disk that holds the model, or run with HOTSPLIT_DYNAMIC=0",
+            )
+
+    def _propose(self) -> None:
+        """Score the window and ask for swaps."""
+        if not self._failed_now:
+            self._failures_in_a_row = 0
+        self._failed_now = False
+        self.num_updates += 1
+        if self._swapper is None or self._rebalancer is None:
+            return
+        window = self.window()
+        busy = self._swapper.busy()
+        for swap in self._rebalancer.update(window.counts, tokens=window.tokens):
+            asked = swap.layer_id not in busy and self._swapper.request(
+                swap.layer_id, expert_in=swap.expert_in, expert_out=swap.expert_out
+            )
+            self.swaps.refused += not asked
+
+    def _report(self) -> None:
+        window, swaps, before = self.window(), self.swaps, self._swaps_before
+        line = UpdateLine(
+            update=self.num_updates,
+            step=self._router.counters.steps,
+            tokens=sum(self._router.counters.tokens.values()),
+            hit=window.hit_ratio,
+            byte_hit=window.byte_hit_ratio,
+            oracle=self._oracle(window),
+            drift=self._drift(window),
+            swaps=swaps.done - before.done,
+            refused=swaps.refused - before.refused,
+            failed=swaps.failed - before.failed,
+            moved_mib=(swaps.moved_bytes - before.moved_bytes) / 2**20,
+            cost_ms=self._cost_s * 1e3,
+            rank=self._rank,
+        )
+        logger.info("%s", line)
+        self.last = Update(line=line, window=window)
+        self._cost_s = 0.0
+        self._swaps_before = SwapTotals(
+            done=swaps.done, refused=swaps.refused, failed=swaps.failed, moved_bytes=swaps.moved_bytes
+        )
+        self._baseline = self._router.counters.copy()
+        for observe in self.on_update:
+            observe(self.last)
+
+    def _oracle(self, window: Window) -> float | None:
+        if not window.tokens:
+            return None
+        return evaluate.oracle_reachable(self._router.hot_mask().sum(axis=1), counts=window.counts.astype(np.float64))
+
+    def _drift(self, window: Window) -> float | None:
+        if self._plan_shares is None or not window.tokens:
+            return None
+        return evaluate.drift(window.counts.astype(np.float64), self._plan_shares)
+
+
+def window_between(before: Counters, after: Counters) -> Window:
+    """The difference of two readings, in decode, or in prefill where there was no decode.
+
+    Args:
+        before: The earlier reading.
+        after: The later one.
+    """
+    tokens = {phase: after.tokens[phase] - before.tokens[phase] for phase in PHASES}
+    phase: Phase = "decode" if tokens["decode"] or not tokens["prefill"] else "prefill"
+    counts_LE = after.counts[phase] - before.counts[phase]
+    pairs = int(counts_LE.sum())
+    hot_bytes = after.touched_hot_bytes[phase] - before.touched_hot_bytes[phase]
+    all_bytes = hot_bytes + after.touched_cold_bytes[phase] - before.touched_cold_bytes[phase]
+    return Window(
+        phase=phase,
+        counts=counts_LE,
+        tokens=tokens[phase],
+        hit_ratio=(after.hits[phase] - before.hits[phase]) / pairs if pairs else None,
+        byte_hit_ratio=hot_bytes / all_bytes if all_bytes else None,
+    )

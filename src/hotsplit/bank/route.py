@@ -1,0 +1,174 @@
+"""The route op: expert ids become row numbers, and every routed pair is counted.
+
+    topk_ids -> route -> row ids -> kernel          and, once per step:   stash -> flush -> Counters
+
+On a CPU the op keeps a reference to the ids and counts once per step, in flush(), before anything is published: the
+map that counts is the map that routed, so a hit is a hit of the moment it was routed. Counters only grow; a window is
+the difference of two readings.
+
+Shapes: L MoE layers, E experts, T tokens, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hotsplit.bank.kernels import reference
+from hotsplit.bank.rows import LayerRows
+
+Phase = Literal["decode", "prefill"]
+PHASES: tuple[Phase, ...] = ("decode", "prefill")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRouting:
+    """What one step routed, as observers see it."""
+
+    step: int
+    """Engine step."""
+    phase: Phase
+    """A step that computes more than one token of any request is prefill."""
+    layer_ids: tuple[int, ...]
+    """Ordinals of the layers in the order they ran."""
+    topk_ids: tuple[torch.Tensor, ...]
+    """Their expert ids, [T, K] each."""
+    is_padding: torch.Tensor | None
+    """Tokens nobody asked for, [T], bool; None for none."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Counters:
+    """All that is counted; every number only grows."""
+
+    counts: dict[Phase, npt.NDArray[np.int64]]
+    """Routed pairs per phase, [L, E], int64."""
+    tokens: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    """Routed tokens per phase, padding left out."""
+    hits: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    """Pairs per phase whose expert was hot when they were routed."""
+    touched_hot_bytes: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    """Row bytes of the distinct hot experts touched, summed over steps."""
+    touched_cold_bytes: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    """Row bytes of the distinct cold experts touched, summed over steps: what crossed the slow link."""
+    steps: int = 0
+    """Steps with at least one routed layer."""
+
+    def copy(self) -> Counters:
+        """A reading, to take differences from."""
+        return Counters(
+            counts={phase: counts.copy() for phase, counts in self.counts.items()},
+            tokens=dict(self.tokens),
+            hits=dict(self.hits),
+            touched_hot_bytes=dict(self.touched_hot_bytes),
+            touched_cold_bytes=dict(self.touched_cold_bytes),
+            steps=self.steps,
+        )
+
+
+class Router:
+    """The row maps and counters of all layers of one rank.
+
+    Args:
+        layers: Rows per layer as the banks were built, L of them.
+        row_bytes: Bytes of one row per layer, [L].
+        redirect_padding: Let padding touch no row of its own; off where its outputs must equal the stock engine's.
+    """
+
+    def __init__(self, layers: Sequence[LayerRows], *, row_bytes: Sequence[int], redirect_padding: bool = True) -> None:
+        self.row_map = torch.tensor([rows.row_map for rows in layers], dtype=torch.int64)
+        """Row of every expert, [L, E], int64, at one address for ever: publishes write into it."""
+        num_layers, self._num_experts = self.row_map.shape
+        self._first_cold_L = np.array([rows.first_cold for rows in layers], dtype=np.int64)
+        self._row_bytes_L = np.array(row_bytes, dtype=np.int64)
+        self._redirect_padding = redirect_padding
+        self._stash: list[tuple[int, torch.Tensor]] = []
+        self._stash_context: tuple[int, Phase, torch.Tensor | None] = (0, "decode", None)
+        self.counters = Counters(
+            counts={phase: np.zeros((num_layers, self._num_experts), np.int64) for phase in PHASES}
+        )
+        """Everything counted so far; flush() brings it up to date."""
+        self.observers: list[Callable[[StepRouting], None]] = []
+        """Called by flush() with what the step routed."""
+
+    def route(
+        self, layer_id: int, topk_ids: torch.Tensor, *, is_padding: torch.Tensor | None, phase: Phase, step: int
+    ) -> torch.Tensor:
+        """Count one layer's pairs and say in which rows they lie.
+
+        Args:
+            layer_id: Ordinal among MoE layers.
+            topk_ids: Expert ids, [T, K], integer; ids outside 0..E-1 are sentinels, neither counted nor mapped.
+            is_padding: The engine's own padding mask, [T], bool; None for none.
+            phase: Of the whole step.
+            step: Engine step; all calls between two flushes carry the same.
+
+        Returns:
+            Row ids, [T, K], int64.
+        """
+        self._stash.append((layer_id, topk_ids))
+        self._stash_context = (step, phase, is_padding)
+        return reference.route(
+            topk_ids,
+            row_map=self.row_map[layer_id],
+            is_padding=is_padding,
+            redirect_padding=self._redirect_padding,
+        )
+
+    def publish(self, layer_id: int, *, expert: int, row: int) -> None:
+        """Change one entry of the row map, in place, between steps.
+
+        Args:
+            layer_id: Ordinal among MoE layers.
+            expert: Expert id.
+            row: Where it lies from now on.
+        """
+        self.row_map[layer_id, expert] = row
+
+    def hot_mask(self) -> npt.NDArray[np.bool_]:
+        """Which experts are hot now, [L, E], bool."""
+        mask: npt.NDArray[np.bool_] = self.row_map.numpy() < self._first_cold_L[:, None]
+        return mask
+
+    def flush(self) -> None:
+        """Count the step that has run; call it between steps, before publishing."""
+        if not self._stash:
+            return
+        step, phase, is_padding = self._stash_context
+        stash, self._stash = self._stash, []
+        counts_LE, num_tokens = self._count(stash, is_padding=is_padding)
+        hot_LE = self.hot_mask()
+        touched_LE = (counts_LE > 0) * self._row_bytes_L[:, None]
+        counters = self.counters
+        counters.steps += 1
+        counters.tokens[phase] += num_tokens
+        counters.counts[phase] += counts_LE
+        counters.hits[phase] += int(counts_LE[hot_LE].sum())
+        counters.touched_hot_bytes[phase] += int(touched_LE[hot_LE].sum())
+        counters.touched_cold_bytes[phase] += int(touched_LE[~hot_LE].sum())
+        if self.observers:
+            layer_ids, ids = zip(*stash, strict=True)
+            seen = StepRouting(step=step, phase=phase, layer_ids=layer_ids, topk_ids=ids, is_padding=is_padding)
+            for observe in self.observers:
+                observe(seen)
+
+    def _count(
+        self, stash: Sequence[tuple[int, torch.Tensor]], *, is_padding: torch.Tensor | None
+    ) -> tuple[npt.NDArray[np.int64], int]:
+        """Pairs per layer and expert, [L, E], and real tokens, in one bincount for all layers."""
+        num_layers = self.row_map.shape[0]
+        bins = self._num_experts + 1  # the last bin takes padding and sentinels
+        kept = None if is_padding is None or not bool(is_padding.any()) else (~is_padding).numpy()
+        cells = []
+        for layer_id, topk_ids in stash:
+            ids_N = topk_ids.numpy() if kept is None else topk_ids.numpy()[kept]
+            cells.append(np.where((ids_N >= 0) & (ids_N < self._num_experts), ids_N, bins - 1) + layer_id * bins)
+        flat = np.concatenate([cell.ravel() for cell in cells])
+        counts_LE = np.bincount(flat, minlength=num_layers * bins).reshape(num_layers, bins)[:, :-1]
+        num_tokens = len(stash[0][1]) if kept is None else int(kept.sum())
+        return counts_LE, num_tokens

@@ -1,0 +1,390 @@
+"""load(): from a model's name to a model that generates, with hot and cold experts behind it.
+
+    folder -> headers -> sizes -> plan -> model without experts -> rows -> proof of equality -> hooks
+
+Shapes: L MoE layers, E experts, D model dim.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hotsplit.bank.banks import BankOptions, Banks
+from hotsplit.bank.build import Progress
+from hotsplit.config import HotsplitConfig
+from hotsplit.engines.transformers import hooks
+from hotsplit.engines.transformers.engine import Engine, EngineOptions, guard
+from hotsplit.engines.transformers.index import CheckpointSource, ExpertsLayer, find_experts, index_experts
+from hotsplit.engines.transformers.leave_out import experts_left_out
+from hotsplit.engines.transformers.mathematics import Precision, expert_math, preparer, prove
+from hotsplit.engines.transformers.resolve import model_class, model_folder
+from hotsplit.errors import BudgetError, CheckpointError, UnsupportedEngineError
+from hotsplit.host.memory import memory_limits
+from hotsplit.notices import Notice
+from hotsplit.plan.checkpoint import Checkpoint, read_headers
+from hotsplit.plan.choose import PlanChoice, PlanRequest, choose_plan, needed_bytes
+from hotsplit.plan.planner import PlanOptions
+from hotsplit.plan.rebalance import RebalanceOptions, thrash_notice
+from hotsplit.plan.sizes import ExpertSizes, expert_sizes
+from hotsplit.units import GIB, gib
+
+logger = logging.getLogger(__name__)
+
+_READABLE_QUANTISATIONS = (None, "fp8")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Opened:
+    """A model's facts before anything heavy is loaded."""
+
+    folder: Path
+    config: Any
+    model_class: type
+    source: CheckpointSource
+    experts_classes: tuple[type, ...]
+    sizes: ExpertSizes
+
+
+def load(
+    model: str | Path,
+    *,
+    hot_gib: float | None = None,
+    force: bool = False,
+    run_when_fits: bool = False,
+    model_kwargs: Mapping[str, Any] | None = None,
+    on_progress: Progress | None = None,
+    **settings: object,
+) -> Any:
+    """Load a mixture-of-experts model whose routed experts need not fit in fast memory.
+
+    Args:
+        model: A local folder with safetensors files, or a hub id.
+        hot_gib: Hot budget in GiB; None for the memory that is available, less a reserve and the dense weights.
+        force: Use a plan or histogram of another model all the same.
+        run_when_fits: Run hotsplit's banks even where every expert fits (to count traffic, or to compare).
+        model_kwargs: Passed to transformers' from_pretrained (dtype, attn_implementation, ...).
+        on_progress: Told bytes done and in all while hot rows are read.
+        **settings: Any other setting of docs/configuration.md by its lower-case name: plan="plan.json", dynamic=False.
+
+    Returns:
+        The transformers model, generate included; `model.hotsplit` is the Engine behind it. Where every expert fits
+        the budget the model is the stock one and has no such attribute. The environment is never read.
+
+    Raises:
+        HotsplitError: What is wrong, what was wanted and what to do, in one line.
+
+    Example:
+        >>> import hotsplit
+        >>> model = hotsplit.load("path/to/model", hot_gib=8)  # doctest: +SKIP
+    """
+    config = HotsplitConfig.from_options({}, hot_gib=hot_gib, **settings)
+    return load_with(
+        model,
+        config=config,
+        force=force,
+        run_when_fits=run_when_fits,
+        model_kwargs=model_kwargs,
+        on_progress=on_progress,
+    )
+
+
+def load_with(
+    model: str | Path,
+    *,
+    config: HotsplitConfig,
+    force: bool = False,
+    run_when_fits: bool = False,
+    model_kwargs: Mapping[str, Any] | None = None,
+    on_progress: Progress | None = None,
+) -> Any:
+    """The same, with settings that a caller has read already; see load().
+
+    Args:
+        model: A local folder, or a hub id.
+        config: All settings.
+        force: As in load().
+        run_when_fits: As in load().
+        model_kwargs: As in load().
+        on_progress: As in load().
+    """
+    kwargs = _checked_kwargs(model_kwargs or {})
+    folder = model_folder(model)
+    checkpoint = read_headers(folder)
+    header_sizes = expert_sizes(checkpoint)
+    if config.enable is False:
+        _say(Notice(name="off", text="hotsplit is off (HOTSPLIT_ENABLE=0): running stock transformers", strict=False))
+        return _load_stock(folder, kwargs)
+    opened = _open(folder, checkpoint=checkpoint, sizes=header_sizes, kwargs=kwargs)
+    budget, is_default = _budget(opened.sizes, config=config)
+    if budget >= opened.sizes.expert_bytes and config.plan is None and not run_when_fits:
+        text = f"all routed experts fit ({gib(opened.sizes.expert_bytes)} of {gib(budget)}): hotsplit is off"
+        _say(Notice(name="fits", text=f"{text}, running stock transformers", strict=False))
+        return _load_stock(folder, kwargs)
+    if budget > 0:
+        opened = replace(opened, sizes=_with_page_waste(opened.sizes))
+    choice = _choose(opened.sizes, config=config, budget=budget, is_given=not is_default, force=force)
+    _require_memory(choice, sizes=opened.sizes, dynamic=config.dynamic)
+    loaded = _load_without_experts(opened, kwargs)
+    engine = _build(loaded, opened=opened, config=config, choice=choice, on_progress=on_progress)
+    _report(engine, origin=choice.origin)
+    return loaded
+
+
+def _checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What from_pretrained must not be told, since it would move or replace the experts."""
+    for name in ("device_map", "quantization_config", "experts_implementation", "tp_plan", "state_dict", "gguf_file"):
+        if name in kwargs:
+            raise UnsupportedEngineError(
+                f"model_kwargs {name!r}", got=repr(kwargs[name]), wanted="no such argument", do="leave it out"
+            )
+    return dict(kwargs)
+
+
+def _open(folder: Path, *, checkpoint: Checkpoint, sizes: ExpertSizes, kwargs: Mapping[str, Any]) -> _Opened:
+    """Build the model on the meta device and find every expert's bytes."""
+    import transformers
+    from transformers.quantizers import AutoHfQuantizer
+
+    hooks.register()
+    trusted = {name: kwargs[name] for name in ("trust_remote_code",) if name in kwargs}
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, **trusted)
+    except (ValueError, OSError, KeyError) as error:
+        raise CheckpointError(f"{folder / 'config.json'}", got=str(error), do="check transformers' version") from error
+    kind = model_class(config)
+    quantisation = getattr(config, "quantization_config", None)
+    method = None if quantisation is None else dict(quantisation).get("quant_method")
+    if method not in _READABLE_QUANTISATIONS:
+        raise UnsupportedEngineError(
+            f"quantisation {method}",
+            got="expert rows that the transformers engine cannot read",
+            wanted="bf16, fp16, fp32 or block-FP8 experts",
+            do="use an unquantised or FP8 checkpoint of this model",
+        )
+    quantizer = None
+    if quantisation is not None:
+        quantizer = AutoHfQuantizer.from_config(quantisation, pre_quantized=True)
+        quantizer.quantization_config.dequantize = True
+    dtype = kwargs.get("dtype", kwargs.get("torch_dtype", "auto"))
+    meta = _meta_model(kind, config=config, dtype=dtype)
+    layers = find_experts(meta)
+    if not layers:
+        raise UnsupportedEngineError(
+            f"{kind.__name__}",
+            got="no experts module that transformers lets others implement",
+            wanted="an architecture whose experts use transformers' experts interface",
+            do="run this model with stock transformers",
+        )
+    layers = [layer for layer in layers if layer.decoder_index in (sizes.identity.layers or ())]
+    source = index_experts(checkpoint, model=meta, layers=layers, hf_quantizer=quantizer)
+    classes = {type(meta.get_submodule(layer.path)) for layer in layers}
+    return _Opened(
+        folder=folder,
+        config=config,
+        model_class=kind,
+        source=source,
+        experts_classes=tuple(classes),
+        sizes=_runtime_sizes(sizes, source=source),
+    )
+
+
+def _meta_model(kind: Any, *, config: Any, dtype: Any) -> Any:
+    """The model without storage, with the dtypes that a load would give it."""
+    if dtype in ("auto", None):
+        dtype = getattr(config, "dtype", None) or torch.float32
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return kind._from_config(config, dtype=dtype)
+
+
+def _runtime_sizes(sizes: ExpertSizes, *, source: CheckpointSource) -> ExpertSizes:
+    """Sizes with the rows as they really are laid out, checked layer by layer against the headers."""
+    layers = tuple(layer.decoder_index for layer in source.layers)
+    if layers != sizes.identity.layers or source.num_experts != sizes.identity.num_experts:
+        raise UnsupportedEngineError(
+            "experts of the model",
+            got=f"modules for layers {layers} with {source.num_experts} experts",
+            wanted=f"layers {sizes.identity.layers} with {sizes.identity.num_experts}, as the checkpoint has",
+            do="run this model with stock transformers",
+        )
+    rows_L = np.array([layout.num_bytes for layout in source.layouts], dtype=np.int64)
+    return replace(sizes, row_bytes=rows_L)
+
+
+def _with_page_waste(sizes: ExpertSizes) -> ExpertSizes:
+    """Charge the arena's last page, which its rows may not fill."""
+    fixed_L = sizes.fixed_bytes.copy()
+    fixed_L[0] += mmap.PAGESIZE
+    return replace(sizes, fixed_bytes=fixed_L)
+
+
+def _budget(sizes: ExpertSizes, *, config: HotsplitConfig) -> tuple[int, bool]:
+    """Bytes, and whether that is the default: memory available, less the reserve and the dense weights."""
+    if config.hot_bytes is not None:
+        return config.hot_bytes, False
+    limits = memory_limits()
+    if limits.available_bytes is None:
+        raise BudgetError(
+            "the default hot budget", got="no way to tell how much memory is available", do="set HOTSPLIT_HOT_GIB"
+        )
+    return max(limits.available_bytes - config.vram_reserve_bytes - sizes.dense_bytes, 0), True
+
+
+def _choose(
+    sizes: ExpertSizes, *, config: HotsplitConfig, budget: int, is_given: bool, force: bool
+) -> PlanChoice:
+    options = PlanOptions(dynamic=config.dynamic, objective=config.objective, strict=config.strict)
+    request = PlanRequest(
+        budget_bytes=budget,
+        is_budget_given=is_given,
+        plan=config.plan,
+        counts=config.counts,
+        state_dir=config.state_path if config.learned == "use" else None,
+        force=force,
+        options=options,
+    )
+    return choose_plan(sizes, request=request)
+
+
+def _require_memory(choice: PlanChoice, *, sizes: ExpertSizes, dynamic: bool) -> None:
+    """Refuse before anything is allocated what this machine cannot hold."""
+    needed = needed_bytes(choice.plan, sizes=sizes, dynamic=dynamic)
+    limits = memory_limits()
+    room = None if limits.available_bytes is None else limits.available_bytes - sizes.dense_bytes
+    if room is not None and needed > room:
+        raise BudgetError(
+            "the hot budget exceeds real memory",
+            got=f"{gib(needed)} of hot rows beside {gib(sizes.dense_bytes)} of dense weights",
+            wanted=f"at most {gib(max(room, 0))} ({limits})",
+            do=f"set HOTSPLIT_HOT_GIB={max(room, 0) / GIB:.2f} or less",
+        )
+
+
+def _load_stock(folder: Path, kwargs: Mapping[str, Any]) -> Any:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    loaded: Any = model_class(config)
+    return loaded.from_pretrained(folder, **kwargs).eval()
+
+
+def _load_without_experts(opened: _Opened, kwargs: Mapping[str, Any]) -> Any:
+    kind: Any = opened.model_class
+    with experts_left_out(kind, experts_classes=opened.experts_classes, layers=opened.source.layers):
+        loaded = kind.from_pretrained(opened.folder, experts_implementation=hooks.NAME, **kwargs)
+    return loaded.eval()
+
+
+def _build(
+    loaded: Any, *, opened: _Opened, config: HotsplitConfig, choice: PlanChoice, on_progress: Progress | None
+) -> Engine:
+    """Rows, mathematics, hooks."""
+    rebalance = RebalanceOptions(
+        half_life=config.dyn_half_life, margin=config.dyn_margin, max_swaps=config.dyn_max_swaps
+    )
+    notices = [*choice.notices]
+    if config.dynamic and (notice := thrash_notice(rebalance)):
+        notices.append(notice)
+    options = BankOptions(
+        top_k=opened.sizes.identity.top_k or 1,
+        dynamic=config.dynamic,
+        dyn_steps=config.dyn_steps,
+        kernel=config.kernel,
+        rebalance=rebalance,
+    )
+    banks = Banks(opened.source, hot=choice.plan.hot, prior=choice.prior, options=options, on_progress=on_progress)
+    try:
+        _teach(loaded, banks=banks, source=opened.source)
+        engine = Engine(
+            banks,
+            plan=choice.plan,
+            sizes=opened.sizes,
+            options=_engine_options(config, choice=choice),
+            notices=notices,
+            origin=choice.origin,
+        )
+    except BaseException:
+        banks.close()
+        raise
+    guard(loaded, engine=engine)
+    hook = hooks.StepHook(banks, pad_ids=hooks.pad_ids(loaded))
+    loaded.base_model.register_forward_pre_hook(hook, with_kwargs=True)
+    return engine
+
+
+def _teach(loaded: Any, *, banks: Banks, source: CheckpointSource) -> None:
+    """Give every layer its mathematics; one proof per class of experts."""
+    proven: dict[type, Precision] = {}
+    for layer_id, layer in enumerate(source.layers):
+        module = loaded.get_submodule(layer.path)
+        prepare = preparer(layer, conversions=source.conversions)
+        if type(module) not in proven:
+            proven[type(module)] = prove(
+                module,
+                prepare=prepare,
+                read=_reader(banks, layer_id),
+                num_experts=source.num_experts,
+                hidden_dim=_hidden_dim(module, layer=layer),
+            )
+        math = expert_math(
+            module,
+            layer=layer,
+            prepare=prepare,
+            precision=proven[type(module)],
+            num_experts=source.num_experts,
+        )
+        banks.use_math(layer_id, math)
+        hooks.attach(module, banks=banks, layer_id=layer_id)
+
+
+def _reader(banks: Banks, layer_id: int) -> Callable[[int], Mapping[str, torch.Tensor]]:
+    """An expert's stored tensors, wherever it lies."""
+    row_map = banks.router.row_map[layer_id].tolist()
+    return lambda expert: banks.rows.tensors(layer_id, row_map[expert])
+
+
+def _hidden_dim(module: Any, *, layer: ExpertsLayer) -> int:
+    """D, from the shape of the first projection."""
+    shape, _ = layer.parameters["gate_up_proj" if module.has_gate else "up_proj"]
+    return shape[1] if module.is_transposed else shape[2]
+
+
+def _engine_options(config: HotsplitConfig, *, choice: PlanChoice) -> EngineOptions:
+    return EngineOptions(
+        learn_into=config.state_path if config.dynamic and config.learned == "use" else None,
+        run_dir=config.state_path / "runs" / str(os.getpid()),
+        budget_bytes=choice.plan.stages[0].budget_bytes,
+        dynamic=config.dynamic,
+    )
+
+
+def _say(notice: Notice) -> None:
+    logger.warning("%s", notice)
+
+
+def _report(engine: Engine, *, origin: str) -> None:
+    for notice in engine.notices:
+        _say(notice)
+    hot, proof = engine.plan.hot_rows(), engine.plan.proof
+    logger.info(
+        "hotsplit is on: plan %s, %d layers, %d of %d experts hot (%s), expected hit rate %s; counts: %s",
+        engine.snapshot().plan_hash[:12],
+        len(hot),
+        int(hot.sum()),
+        len(hot) * (engine.sizes.identity.num_experts or 0),
+        gib(engine.banks.hot_bytes),
+        "unknown" if proof.hit_rate is None else f"{proof.held_out or proof.hit_rate:.3f}",
+        origin,
+    )

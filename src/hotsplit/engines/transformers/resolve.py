@@ -1,0 +1,67 @@
+"""From what a user calls a model to a local folder and a model class.
+
+A local folder is taken as it is; anything else is a hub id, downloaded (or found in the hub's cache) whole.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hotsplit.errors import CheckpointError, UnsupportedEngineError
+
+_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py")
+
+
+def model_folder(model: str | Path) -> Path:
+    """The local folder of a model.
+
+    Args:
+        model: A folder, or a hub id such as "org/name".
+
+    Raises:
+        CheckpointError: Neither a folder nor a model that the hub gives out.
+    """
+    path = Path(model).expanduser()
+    looks_local = path.is_absolute() or str(model).startswith((".", "~")) or str(model).count("/") != 1
+    if path.exists() or looks_local:
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=list(_FILES)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"model {model}",
+            got=f"no such folder, and the hub does not give it out ({type(error).__name__})",
+            wanted="a folder with config.json and safetensors files, or a hub id",
+            do="check the spelling, or download the model first",
+        ) from error
+
+
+def model_class(config: Any) -> type:
+    """The class that transformers loads a configuration with.
+
+    Args:
+        config: Of the model.
+
+    Raises:
+        UnsupportedEngineError: transformers has no such class.
+    """
+    import transformers
+
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if isinstance(found, type):
+            return found
+    mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) in mapping:
+        found = mapping[type(config)]
+        return found if isinstance(found, type) else found[0]
+    raise UnsupportedEngineError(
+        f"model_type {config.model_type}",
+        got=f"architectures {config.architectures}",
+        wanted=f"a class of transformers {transformers.__version__}",
+        do="update transformers, or use another engine",
+    )

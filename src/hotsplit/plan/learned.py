@@ -1,0 +1,214 @@
+"""Learned counts on disk: what the last run saw, and how much of it the next start believes.
+
+Beside the histogram at the head of the flow: `counters -> learned file -> next start's histogram`. One file per model
+identity and pipeline stage, in the histogram form, under the user's state folder and never in the model's. It is
+written under a lock, whole or not at all; a file that does not fit is skipped aloud, never guessed at and never fatal.
+
+    STATE_DIR/learned/qwen3_moe-1f0c3c1e5a7b9d02-stage0.json        the counts
+    STATE_DIR/learned/qwen3_moe-1f0c3c1e5a7b9d02-stage0.json.lock   held while they are written
+
+Shapes: L MoE layers, E routed experts per layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from hotsplit.errors import HistogramError, HotsplitError, PlanMismatchError
+from hotsplit.files import canonical_json, read_json
+from hotsplit.notices import Notice
+from hotsplit.plan.dialects import Document, identity_of, parse_ours
+from hotsplit.plan.histogram import (
+    FORMAT,
+    Histogram,
+    PhaseCounts,
+    name_layers,
+    quantisation_notices,
+    save_histogram,
+    validate,
+)
+from hotsplit.plan.identity import ModelIdentity, differences
+from hotsplit.plan.rerank import MIN_TOKENS, fewest_tokens, rerank
+
+_WEIGHT = 1.0
+"""What learned shares weigh beside the reference's."""
+
+
+def learned_path(state_dir: Path, identity: ModelIdentity, *, stage: int = 0) -> Path:
+    """Where the counts of one model and pipeline stage are kept.
+
+    Args:
+        state_dir: HOTSPLIT_STATE_DIR.
+        identity: Of the model at hand.
+        stage: Pipeline stage.
+    """
+    digest = hashlib.sha256(canonical_json(identity.to_json())).hexdigest()[:16]
+    readable = re.sub(r"[^A-Za-z0-9_]+", "_", identity.model_type or "unknown")[:40]
+    return Path(state_dir) / "learned" / f"{readable}-{digest}-stage{stage}.json"
+
+
+def save_learned(histogram: Histogram, state_dir: Path, *, stage: int = 0) -> Path:
+    """Keep the live counts for the next start.
+
+    Args:
+        histogram: Decayed live counts in routed pairs, without the prior; fractions are normal.
+        state_dir: HOTSPLIT_STATE_DIR.
+        stage: Pipeline stage.
+
+    Returns:
+        The file.
+
+    Raises:
+        HistogramError: A count is not one.
+        HotsplitError: The folder cannot be written; what was there stays.
+    """
+    path = learned_path(state_dir, histogram.identity, stage=stage)
+    validate(replace(histogram, normalised=True), what=f"learned counts for {path}")
+    with _locked(path):
+        for leftover in path.parent.glob(f".{path.name}.*"):
+            leftover.unlink(missing_ok=True)  # of a writer that was killed: nobody else writes under the lock
+        save_histogram(_with_tokens(histogram), path)
+    return path
+
+
+def load_learned(
+    state_dir: Path, identity: ModelIdentity, *, stage: int = 0, quantisation: str | None = None
+) -> tuple[Histogram | None, list[Notice]]:
+    """Take up what an earlier run learned, if it is whole and of this model.
+
+    Args:
+        state_dir: HOTSPLIT_STATE_DIR.
+        identity: Of the model at hand.
+        stage: Pipeline stage.
+        quantisation: Of the model at hand; another one is only a notice.
+
+    Returns:
+        The counts or None, and notices: why a file was skipped, naming the field that differs.
+    """
+    path = learned_path(state_dir, identity, stage=stage)
+    what = f"learned counts {path}"
+    if not path.exists():
+        return None, _other_models(path, identity)
+    try:
+        histogram, notices = _read(path)
+    except (HotsplitError, ValueError) as failure:
+        return None, [_skipped("learned-damaged", f"{what} are damaged and skipped: {failure}")]
+    differing, unknown = differences(histogram.identity, identity)
+    if differing:
+        text = f"{what} are of another model and skipped: {'; '.join(differing)}"
+        return None, [_skipped("learned-mismatch", text)]
+    if unknown:
+        notices.append(_skipped("identity-not-compared", f"{what}: {', '.join(unknown)} not known, not compared"))
+    return histogram, notices + quantisation_notices(histogram.quantisation, quantisation, what=what)
+
+
+def choose_counts(
+    reference: Histogram | None, learned: Histogram | None, *, use_learned: bool, min_tokens: int = MIN_TOKENS
+) -> tuple[Histogram | None, str, list[Notice]]:
+    """Decide which counts rule, where no plan does: reference merged with learned, else either, else none.
+
+    Args:
+        reference: HOTSPLIT_COUNTS, or None.
+        learned: From `load_learned`, or None.
+        use_learned: HOTSPLIT_LEARNED is "use".
+        min_tokens: Decode tokens per layer that learned counts need before they are merged into a reference. Alone
+            they need none: the alternative would be to know nothing.
+
+    Returns:
+        The counts to plan from, None for uniform; one line for the log: what was used with which weight; notices.
+    """
+    if learned is not None and not use_learned:
+        line, notices = "; learned counts ignored (HOTSPLIT_LEARNED=ignore)", list[Notice]()
+        return reference, _reference_line(reference) + line, notices
+    if learned is None or not any(counted.counts.any() for counted in learned.phases.values()):
+        return reference, _reference_line(reference) + "; no learned counts", []
+    if reference is None:
+        return learned, f"counts: learned alone, weight {_WEIGHT:g}, {_tokens_line(learned)}", []
+    try:
+        merged, notices = rerank(reference, learned, live_weight=_WEIGHT, min_tokens=min_tokens)
+    except (HistogramError, PlanMismatchError) as failure:
+        text = f"learned counts are not merged: {failure}"
+        return reference, _reference_line(reference) + "; learned counts skipped", [_skipped("learned-skipped", text)]
+    line = f"counts: {_name(reference)} weight 1 + learned weight {_WEIGHT:g}, {_tokens_line(learned)}"
+    return merged, f"{line}, normalised per layer", notices
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock beside `path`; the kernel frees it when its holder dies."""
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(Path(f"{path}.lock").open("ab"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            do = "set HOTSPLIT_STATE_DIR to a folder that can be written"
+            raise HotsplitError(f"cannot write {path}", got=reason, do=do, path=path) from error
+        yield
+
+
+def _with_tokens(histogram: Histogram) -> Histogram:
+    """Say how many tokens decayed counts stand for, by the layer with the fewest: fractions cannot say it."""
+    top_k = histogram.identity.top_k
+    phases = {}
+    for name, counted in histogram.phases.items():
+        fewest = float(counted.counts.sum(axis=1).min())
+        phases[name] = PhaseCounts(counts=counted.counts, tokens=int(fewest / top_k) if top_k else None)
+    return replace(histogram, phases=phases, normalised=True)
+
+
+def _read(path: Path) -> tuple[Histogram, list[Notice]]:
+    """Our own form only: whatever else lies there was not written by us."""
+    what = f"learned counts {path}"
+    content = read_json(path, what="learned counts", error=HistogramError)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise HistogramError(what, got="another form", wanted=FORMAT)
+    histogram, notices = parse_ours(Document(content=content, what=what))
+    return histogram, notices + validate(histogram, what=what)
+
+
+def _other_models(path: Path, identity: ModelIdentity) -> list[Notice]:
+    """Name the field by which the nearest file of another model differs; nothing where there is no other file."""
+    stage = path.name.rpartition("-")[2]
+    found: list[tuple[bool, int, str, str]] = []
+    for other in sorted(path.parent.glob(f"*-{stage}")) if path.parent.is_dir() else []:
+        with contextlib.suppress(HotsplitError, ValueError, KeyError, TypeError):
+            model = read_json(other, what="learned counts", error=HistogramError)["model"]
+            differing, unknown = differences(identity_of(model, what=str(other)), identity)
+            reasons = differing + [f"{name} is not known" for name in unknown]
+            is_foreign = any(reason.startswith("model_type") for reason in reasons)
+            found.append((is_foreign, len(reasons), "; ".join(reasons), str(other)))
+    if not found:
+        return []
+    reasons_line, other_file = min(found)[2:]
+    text = f"no learned counts of this model yet; {other_file} are of another one: {reasons_line}"
+    return [_skipped("learned-mismatch", text)]
+
+
+def _skipped(name: str, text: str) -> Notice:
+    """Our own cache is no input that strict mode would refuse."""
+    return Notice(name=name, text=text, strict=False)
+
+
+def _reference_line(reference: Histogram | None) -> str:
+    return "counts: none, every layer alike" if reference is None else f"counts: {_name(reference)} alone, weight 1"
+
+
+def _name(reference: Histogram) -> str:
+    return f"reference {reference.name}" if reference.name else "reference"
+
+
+def _tokens_line(learned: Histogram) -> str:
+    """How much was learned, by the layer with the least."""
+    fewest = fewest_tokens(learned, top_k=learned.identity.top_k)
+    if fewest is None:
+        return "number of tokens not known"
+    layer, tokens = fewest
+    return f"{int(tokens)} decode tokens in its weakest {name_layers([layer])}"

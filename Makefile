@@ -6,10 +6,9 @@ BIN := $(VENV)/bin
 
 # The torch that is installed, tested and measured with; pyproject.toml holds the range that is allowed.
 TORCH_VERSION ?= 2.13.0
-# A bare `pip install torch` on Linux pulls a CUDA build of several GB. This index has the CPU build (about 200 MB); it is
-# looked at beside pip's own index, and only for torch. `make demo TORCH_INDEX=` leaves it out, for a machine with a GPU
-# or without a way to that host; a mirror goes here as well.
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# On Linux pip's own index has a CUDA build of torch (several GB, and it runs on a CPU too). PyTorch's web page names an index
+# with a CPU build of some 200 MB: `make demo TORCH_INDEX=THAT-URL` looks there beside pip's own index, for torch alone.
+TORCH_INDEX ?=
 # More for every pip call: PIP_ARGS="--index-url https://mirror.example/simple" for one.
 PIP_ARGS ?=
 

@@ -42,6 +42,6 @@ def sizes_of(
 
 def published(name: str) -> Histogram:
     """A published histogram, "FILE" or "FILE#set"; the test is skipped where the files are absent."""
-    if not (PUBLISHED / name.split("#")[0]).exists():
+    if not (PUBLISHED / name.partition("#")[0]).exists():
         pytest.skip(f"{name} is not beside this repository")
     return load_histogram(str(PUBLISHED / name))[0]

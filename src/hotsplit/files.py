@@ -99,7 +99,7 @@ def read_json(path: Path, *, what: str, error: type[HotsplitError]) -> Any:
         return json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as failure:
         raise error(f"{what} {path}", got="bytes that are no UTF-8", wanted="JSON", path=path) from failure
-    except (json.JSONDecodeError, RecursionError) as failure:
+    except (ValueError, RecursionError) as failure:  # not only JSONDecodeError: integers of thousands of digits
         raise error(f"{what} {path}", got=str(failure), wanted="JSON", path=path) from failure
 
 

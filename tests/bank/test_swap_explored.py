@@ -56,7 +56,7 @@ class TensorsApart(SimBackend):
 
 class PublishBeforeCopy(Swapper):
     def _enqueue_copy(self, layer: Any, flight: Any, *, report: Any) -> Any:
-        if flight.published is None:
+        if not flight.is_in:
             swap = flight.swap
             self._backend.publish(swap.layer_id, expert=swap.expert_in, row=flight.spare_row)
         return super()._enqueue_copy(layer, flight, report=report)
@@ -74,7 +74,7 @@ class NeverRetries(Swapper):
     """A failed write-back leaves its layer waiting for ever."""
 
     def _advance(self, layer: Any, flight: Any, *, report: Any) -> Any:
-        return layer if flight.copied is None else super()._advance(layer, flight, report=report)
+        return super()._advance(layer, flight, report=report) if flight.is_copying else layer
 
 
 def require_sound(finding: Finding, *, min_states: int, min_swaps: int) -> None:
@@ -143,9 +143,9 @@ def test_every_state_is_sound_when_an_update_queues_two_swaps_in_a_layer(layout,
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [exclusive(4, hot=2), inclusive(4, hot=2)])
 def test_a_failed_swap_never_harms_the_one_queued_behind_it(layout):
-    finding = explore(Scenario(layouts=(layout,), max_swaps=2, num_failures=1))
-    require_sound(finding, min_states=50_000, min_swaps=1500)
-    assert finding.num_failures >= 1000
+    finding = explore(Scenario(layouts=(layout,), max_swaps=2, num_failures=1, launch_ahead=1))
+    require_sound(finding, min_states=25_000, min_swaps=500)
+    assert 800 <= finding.num_failures
 
 
 @pytest.mark.parametrize("side_streams", [1, 2])
@@ -222,9 +222,9 @@ def test_a_query_that_hides_a_failed_copy_is_found(place):
 
 def test_a_swap_that_never_ends_is_found():
     finding = explore(Scenario(layouts=(exclusive(3, hot=1),), swapper=NeverRetries, num_failures=1))
-    assert (finding.violation, finding.num_stuck > 0) == (None, True)
+    assert (None, True) == (finding.violation, finding.num_stuck > 0)
 
 
 def test_a_finding_tells_the_moves_that_lead_to_it():
     finding = explore(Scenario(layouts=(exclusive(3, hot=1),), publish="enqueued", backend=dropping("w2")))
-    assert (finding.trace[0], finding.trace[-1]) == ("start", "compute goes on")
+    assert ("start", "compute goes on") == (finding.trace[0], finding.trace[-1])

@@ -129,7 +129,6 @@ def test_hot_experts_are_those_of_the_plan_in_any_layer():
     layouts = [place(hot, num_experts=3, spare=True, inclusive=False) for hot in [(), (2,), (0, 1, 2)]]
     swapper, _ = engine(*layouts)
     assert [set(), {2}, {0, 1, 2}] == [swapper.hot_experts(layer_id) for layer_id in range(3)]
-    assert 0 == swapper.row_of(1, expert=2)
 
 
 def test_nothing_is_enqueued_published_or_queried_while_frozen():

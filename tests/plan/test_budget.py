@@ -158,6 +158,16 @@ def test_the_last_expert_of_a_layer_takes_the_place_of_the_spare_row():
     assert 6 == stage.used_bytes(hot.sum(axis=1))
 
 
+@pytest.mark.parametrize(("budget_bytes", "hot_rows", "served"), [(12, [1, 2], 1.17), (13, [3, 1], 1.34)])
+def test_small_change_buys_no_free_expert_that_a_larger_budget_would_lose(budget_bytes, hot_rows, served):
+    # Twelve bytes leave two after every layer's minimum: too few for the wide layer's row, which is wanted more. Were
+    # the narrow layer's last expert free as well, twelve bytes would serve 1.5 layers and thirteen only 1.34.
+    shares = np.array([[0.5, 0.5, 0.0], [0.34, 0.33, 0.33]])
+    hot = spend(shares / [[3], [2]], stage=_stage([3, 2], num_experts=3, budget_bytes=budget_bytes))
+    assert hot_rows == hot.sum(axis=1).tolist()
+    assert served == pytest.approx(shares[hot].sum())
+
+
 def test_a_model_of_two_experts_keeps_both_hot_rather_than_one_and_a_spare():
     assert (2, 2) == (
         _stage([1], num_experts=2, budget_bytes=2).least_rows,

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_builders import histogram_of, published
 
 from hotsplit.errors import PlanMismatchError
 from hotsplit.plan.evaluate import (
@@ -23,6 +22,7 @@ from hotsplit.plan.evaluate import (
 )
 from hotsplit.plan.histogram import PHASES, Histogram, PhaseCounts
 from hotsplit.plan.planner import PlanOptions, plan_fraction
+from plan_builders import histogram_of, published
 
 HOT = np.array([[True, False, False], [True, True, False]])
 COUNTS = np.array([[6.0, 2.0, 2.0], [1.0, 3.0, 6.0]])
@@ -38,7 +38,8 @@ def test_no_traffic_is_a_hit_rate_of_zero():
 
 
 def test_every_layer_has_its_own_hit_rate_and_an_empty_one_that_of_uniform_traffic():
-    assert [0.6, 2 / 3] == layer_hit_rates(HOT, counts=np.array([[6.0, 2.0, 2.0], [0.0, 0.0, 0.0]])).tolist()
+    rates = layer_hit_rates(HOT, counts=np.array([[6.0, 2.0, 2.0], [0.0, 0.0, 0.0]]))
+    assert [0.6, 2 / 3] == pytest.approx(rates.tolist())
 
 
 def test_null_is_the_part_of_the_bytes_that_is_hot():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +47,7 @@ class BankOptions:
     """Steps between updates."""
     kernel: str = "exact"
     """Name in KERNELS."""
-    rebalance: RebalanceOptions = RebalanceOptions()
+    rebalance: RebalanceOptions = field(default_factory=RebalanceOptions)
     """Margin, swaps per layer, half-life."""
 
 
@@ -94,13 +94,11 @@ class Banks:
         self._is_padding: torch.Tensor | None = None
         self._swaps: CpuSwapBackend | None = None
         if options.dynamic:
-            self._adapt(prior=prior, options=options, hot_mask=self.router.hot_mask(), layers=layers)
-
-    def _adapt(self, *, prior: object, options: BankOptions, hot_mask: object, layers: Sequence[object]) -> None:
-        self._swaps = CpuSwapBackend(self.rows, router=self.router, files=self._source.files)
-        swapper = Swapper(self._swaps, layouts=layers)  # type: ignore[arg-type]
-        rebalancer = Rebalancer(hot=hot_mask, prior=prior, top_k=options.top_k, options=options.rebalance)  # type: ignore[arg-type]
-        self.live.adapt(swapper, rebalancer=rebalancer)
+            self._swaps = CpuSwapBackend(self.rows, router=self.router, files=source.files)
+            rebalancer = Rebalancer(
+                hot=self.router.hot_mask(), prior=prior, top_k=options.top_k, options=options.rebalance
+            )
+            self.live.adapt(Swapper(self._swaps, layouts=layers), rebalancer=rebalancer)
 
     @property
     def hot_bytes(self) -> int:

@@ -133,12 +133,11 @@ class Live:
             BankError: The third update in a row failed.
         """
         started = time.perf_counter()
-        before = self._router.counters.steps
         self._router.flush()
         steps = self._router.counters.steps
         if self._swapper is not None:
             self._publish(self._swapper)
-        is_due = steps != before and steps % self._dyn_steps == 0
+        is_due = steps - self._baseline.steps >= self._dyn_steps
         if is_due:
             self._propose()
         spent = time.perf_counter() - started
@@ -148,10 +147,11 @@ class Live:
             self._report()
 
     def live_counts(self) -> FloatArray:
-        """Decayed live counts without the prior, [L, E]; in static mode everything counted in decode."""
-        if self._rebalancer is not None:
-            return self._rebalancer.live_counts()
-        return self._router.counters.counts["decode"].astype(np.float64)
+        """Decayed live counts without the prior, the window under way included, [L, E]; in static mode all of decode."""
+        if self._rebalancer is None:
+            return self._router.counters.counts["decode"].astype(np.float64)
+        window = self.window()
+        return self._rebalancer.live_counts() + (window.counts if window.phase == "decode" else 0)
 
     def window(self) -> Window:
         """What happened since the last update."""

@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 _RowMaps: TypeAlias = tuple[tuple[int, ...], ...]
 
 
-class SimViolation(BankError):  # noqa: N818 - the word the explorations use
+class SimViolation(BankError):  # noqa: N818 - it is the finding of an exploration, not an error of its caller
     """The swap protocol let a step read, or could have let it read, a wrong byte."""
 
 
@@ -111,8 +111,6 @@ class SimBackend:
         self._num_copies = 0
         self.check()
 
-    # The SwapBackend.
-
     def record(self, stream: Stream) -> int:
         """A fresh event: a number."""
         event, self._num_events = self._num_events, self._num_events + 1
@@ -120,7 +118,7 @@ class SimBackend:
         self._enqueue(stream, _Record(event))
         return event
 
-    def wait(self, stream: Stream, event: int, why: WaitName) -> None:  # noqa: ARG002 - mutants of tests look at it
+    def wait(self, stream: Stream, event: int, why: WaitName) -> None:
         """Hold `stream` back until `event` is done."""
         self._enqueue(stream, _Wait(event))
 
@@ -143,8 +141,6 @@ class SimBackend:
     def publish(self, layer_id: int, *, expert: int, row: int) -> None:
         """Enqueue one write to the row map."""
         self._enqueue("compute", _Publish(layer_id, expert, row))
-
-    # What a test does with it.
 
     def launch_step(self) -> None:
         """Enqueue one engine step, which reads every expert of every layer."""
@@ -240,8 +236,6 @@ class SimBackend:
             )
         for layer_id in range(len(self._layouts)):
             self._check_layer(layer_id)
-
-    # Inside.
 
     def _enqueue(self, stream: Stream, work: _Work) -> None:
         self._queues[stream] = (*self._queues[stream], work)

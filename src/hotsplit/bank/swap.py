@@ -16,9 +16,8 @@ placement, one swap in flight per layer:
 
 Inclusive placement: 1, 2, then OUT maps back to its home row, which always kept its bytes; nothing is written back.
 
-When a copy fails, nothing is lost. After copy 1 the map is as it was and the spare row still belongs to nobody: the
-swap is dropped. After copy 3 both experts are valid in hot rows, but no row is spare: the write-back is tried again
-in the next tick, and the layer stays busy.
+A failed copy loses nothing. Copy 1: the map is as it was and the spare row is still nobody's, so the swap is dropped.
+Copy 3: both experts are valid in hot rows, no row is spare, so the write-back is tried again until it succeeds.
 
     >>> from hotsplit.bank.rows import place
     >>> from hotsplit.bank.sim import SimBackend
@@ -61,7 +60,7 @@ class SwapBackend(Protocol):
     """The memory and the streams of one rank. Called only from the thread that launches the steps."""
 
     def record(self, stream: Stream) -> Event:
-        """A fresh event, done once everything enqueued on `stream` so far is done."""
+        """A fresh event, done once all that is enqueued on `stream` so far is done; None where it is done already."""
 
     def wait(self, stream: Stream, event: Event, why: WaitName) -> None:
         """Let what is enqueued on `stream` from now on start only after `event`; `why` names the wait."""
@@ -112,10 +111,14 @@ class _Flight:
     """OUT's row before it, the spare row after it."""
     out_row: int
     """OUT's row after it: IN's old cold row, or OUT's home row."""
+    is_in: bool = False
+    """Whether IN is published: the copy is the write-back then."""
     published: Event | None = None
-    """Recorded after publish 2; None before it, while copy 1 runs."""
+    """Recorded after that."""
+    is_copying: bool = False
+    """Whether its copy is enqueued; a write-back that failed is not, until the next tick."""
     copied: Event | None = None
-    """Recorded after the copy that runs; None when a write-back failed and is to be enqueued again."""
+    """Recorded after that copy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +130,7 @@ class _Layer:
     """As the steps launched from now on will see it."""
     spare_row: int | None
     free: Event | None = None
-    """Recorded after the publish that made the spare row nobody's; None before the first swap."""
+    """Recorded after the publish that made the spare row nobody's."""
     queue: tuple[Swap, ...] = ()
     flight: _Flight | None = None
 
@@ -156,8 +159,6 @@ class _Report:
     copied_layers: list[int] = field(default_factory=list)
 
     def result(self) -> TickResult:
-        if not (self.published or self.failed or self.copied_layers):
-            return _NOTHING
         published, failed, copied_layers = tuple(self.published), tuple(self.failed), tuple(self.copied_layers)
         return TickResult(published=published, failed=failed, copied_layers=copied_layers)
 
@@ -171,9 +172,8 @@ class Swapper:
     Args:
         backend: Memory and streams.
         layouts: Rows per layer as the banks were built, L of them.
-        publish: "done" publishes what a query says is done: the product's rule. "enqueued" publishes as soon as the
-            copy is enqueued and leans on the waits alone; explorations use it to prove that each wait is needed. No
-            query is made then, so a failed copy would go unseen.
+        publish: "done", the product's rule, publishes what a query says is done. "enqueued" leans on the waits alone
+            and never queries, so a failed copy would go unseen: explorations prove with it that each wait is needed.
         side_streams: 1, or 2 to write back on a stream of its own.
     """
 
@@ -193,8 +193,6 @@ class Swapper:
         self._closed: frozenset[int] = frozenset()
         self._num_freezes = 0
 
-    # What is asked of it.
-
     def request(self, layer_id: int, *, expert_in: int, expert_out: int) -> bool:
         """Queue one swap for the next ticks.
 
@@ -207,8 +205,8 @@ class Swapper:
             False when the layer is busy with a swap of an earlier update: the swap is refused and nothing changed.
 
         Raises:
-            SwapError: The layer does not exist or has no spare row, or the pair is no cold and no hot expert, or one
-                of the two is already part of a swap of this update.
+            SwapError: No such layer or expert, a layer without spare row, IN is hot or OUT is not, or one of the two
+                is already part of a swap of this update.
         """
         if not 0 <= layer_id < len(self._layers):
             wanted = f"0..{len(self._layers) - 1}"
@@ -229,10 +227,6 @@ class Swapper:
     def is_idle(self) -> bool:
         """Whether no swap is queued or in flight."""
         return not self._active
-
-    def row_of(self, layer_id: int, *, expert: int) -> int:
-        """The expert's row, as the steps launched from now on will see it."""
-        return self._layers[layer_id].row_map[expert]
 
     def row_map(self, layer_id: int) -> tuple[int, ...]:
         """The layer's row map, [E], as the steps launched from now on will see it."""
@@ -272,8 +266,6 @@ class Swapper:
         layers = tuple(_layer_key(layer, event_key=event_key) for layer in self._layers)
         return (layers, self._closed, self._num_freezes)
 
-    # What it does between steps.
-
     def tick(self) -> TickResult:
         """Take every layer with a swap one step further: publish what is copied, enqueue the next copies.
 
@@ -304,48 +296,44 @@ class Swapper:
 
     def _advance(self, layer: _Layer, flight: _Flight, *, report: _Report) -> _Layer:
         """Publish what is copied, or enqueue again the write-back that failed."""
-        if flight.copied is None:
+        if not flight.is_copying:
             return self._enqueue_copy(layer, flight, report=report)
         try:
-            if self._publish_rule == "done" and not self._backend.query(flight.copied):
+            if self._publish_rule == "done" and flight.copied is not None and not self._backend.query(flight.copied):
                 return layer
         except SwapError as error:
             return _after_failure(layer, flight, error=error, report=report)
-        if flight.published is None:
+        if not flight.is_in:
             return self._publish_in(layer, flight, report=report)
-        self._backend.wait("compute", flight.copied, "w4")
+        self._wait("compute", flight.copied, "w4")
         return self._publish_out(layer, flight, report=report)
 
     def _enqueue_copy(self, layer: _Layer, flight: _Flight, *, report: _Report) -> _Layer:
         """Step 1, or step 3 after publish 2, with the event that tells its end."""
-        stream: Stream
-        why: WaitName
-        if flight.published is None:
-            stream, source_row, target_row = "side", flight.cold_row, flight.spare_row
-            after, why = layer.free, "w1"
+        stream: Stream = self._out_stream if flight.is_in else "side"
+        if flight.is_in:
+            source_row, target_row = flight.hot_row, flight.cold_row
+            self._wait(stream, flight.published, "w3")
         else:
-            stream, source_row, target_row = self._out_stream, flight.hot_row, flight.cold_row
-            after, why = flight.published, "w3"
-        layer_id = flight.swap.layer_id
-        if after is not None:
-            self._backend.wait(stream, after, why)
+            source_row, target_row = flight.cold_row, flight.spare_row
+            self._wait(stream, layer.free, "w1")
         try:
-            self._backend.copy(stream, layer_id=layer_id, source_row=source_row, target_row=target_row)
+            self._backend.copy(stream, layer_id=flight.swap.layer_id, source_row=source_row, target_row=target_row)
         except SwapError as error:
             return _after_failure(layer, flight, error=error, report=report)
-        report.copied_layers.append(layer_id)
-        return replace(layer, flight=replace(flight, copied=self._backend.record(stream)))
+        report.copied_layers.append(flight.swap.layer_id)
+        return replace(layer, flight=replace(flight, is_copying=True, copied=self._backend.record(stream)))
 
     def _publish_in(self, layer: _Layer, flight: _Flight, *, report: _Report) -> _Layer:
         """Step 2; then step 3 or, in inclusive placement, OUT's way home."""
         swap = flight.swap
-        self._backend.wait("compute", flight.copied, "w2")
+        self._wait("compute", flight.copied, "w2")
         self._backend.publish(swap.layer_id, expert=swap.expert_in, row=flight.spare_row)
         row_map = _mapped(layer.row_map, expert=swap.expert_in, row=flight.spare_row)
         layer = replace(layer, row_map=row_map, spare_row=None)
         if layer.rows.home_row is not None:
             return self._publish_out(layer, flight, report=report)
-        flight = replace(flight, published=self._backend.record("compute"))
+        flight = replace(flight, is_in=True, published=self._backend.record("compute"))
         return self._enqueue_copy(layer, flight, report=report)
 
     def _publish_out(self, layer: _Layer, flight: _Flight, *, report: _Report) -> _Layer:
@@ -357,11 +345,15 @@ class Swapper:
         free = self._backend.record("compute")
         return replace(layer, row_map=row_map, spare_row=flight.hot_row, free=free, flight=None)
 
+    def _wait(self, stream: Stream, event: Event | None, why: WaitName) -> None:
+        if event is not None:
+            self._backend.wait(stream, event, why)
+
 
 def _after_failure(layer: _Layer, flight: _Flight, *, error: SwapError, report: _Report) -> _Layer:
     """Before publish 2 the swap is dropped; after it the write-back is to be enqueued again."""
     report.failed.append((flight.swap, str(error)))
-    return replace(layer, flight=None if flight.published is None else replace(flight, copied=None))
+    return replace(layer, flight=replace(flight, is_copying=False, copied=None) if flight.is_in else None)
 
 
 def _is_busy(layer: _Layer) -> bool:
@@ -379,13 +371,11 @@ def _require_experts(layer: _Layer, *, swap: Swap) -> None:
 
 
 def _require_legal(layer: _Layer, *, swap: Swap) -> None:
-    """Refuse a swap that could not be right whenever it started."""
     if layer.spare_row is None:
         raise _illegal(swap, got="a layer without spare row", wanted="a layer that may swap")
     moving = {expert for queued in layer.queue for expert in (queued.expert_in, queued.expert_out)}
-    for expert in (swap.expert_in, swap.expert_out):
-        if expert in moving:
-            raise _illegal(swap, got=f"expert {expert} twice in one update", wanted="every expert at most once")
+    if moving & {swap.expert_in, swap.expert_out}:
+        raise _illegal(swap, got="an expert twice in one update", wanted="every expert at most once")
     if layer.is_hot(swap.expert_in):
         raise _illegal(swap, got=f"expert {swap.expert_in}, which is hot already", wanted="a cold expert to come in")
     if not layer.is_hot(swap.expert_out):
@@ -398,9 +388,12 @@ def _illegal(swap: Swap, *, got: str, wanted: str) -> SwapError:
 
 
 def _layer_key(layer: _Layer, *, event_key: Callable[[Event], Hashable]) -> Hashable:
+    """What tells two states of a layer apart; the other rows of a flight follow from these."""
+
     def key(event: Event | None) -> Hashable:
         return None if event is None else event_key(event)
 
     flight = layer.flight
-    in_flight = flight and (flight.swap, flight.cold_row, flight.hot_row, key(flight.published), key(flight.copied))
-    return (layer.row_map, layer.spare_row, key(layer.free), layer.queue, in_flight)
+    in_flight = flight and (flight.swap, flight.cold_row, flight.hot_row, flight.is_in, flight.is_copying)
+    events = flight and (key(flight.published), key(flight.copied))
+    return (layer.row_map, layer.spare_row, key(layer.free), layer.queue, in_flight, events)

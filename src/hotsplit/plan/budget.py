@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hotsplit.errors import BudgetError, PlanError
+from hotsplit.units import GIB
 
-GIB = 2**30
 MAX_SUBSET_CELLS = 16
 
 

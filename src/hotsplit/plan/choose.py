@@ -8,22 +8,23 @@ Order of precedence: a plan file; else counts merged with learned ones; else lea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from hotsplit.errors import BudgetError, PlanError, PlanMismatchError
-from hotsplit.units import gib
+from hotsplit.errors import BudgetError, HistogramError, PlanError, PlanMismatchError
 from hotsplit.notices import Notice, enforce
 from hotsplit.plan.dialects import load_histogram
+from hotsplit.plan.evaluate import hit_rate
 from hotsplit.plan.histogram import Histogram, planning_counts
 from hotsplit.plan.identity import require_same
 from hotsplit.plan.learned import choose_counts, load_learned
 from hotsplit.plan.planfile import Plan, load_plan, require_plan_for
 from hotsplit.plan.planner import PlanOptions, make_plan
 from hotsplit.plan.sizes import ExpertSizes
+from hotsplit.units import gib
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +43,7 @@ class PlanRequest:
     """Where learned counts lie; None to look for none."""
     force: bool = False
     """Use a plan or histogram of another model all the same."""
-    options: PlanOptions = PlanOptions()
+    options: PlanOptions = field(default_factory=PlanOptions)
     """Objective, mode, strictness."""
 
 
@@ -54,10 +55,43 @@ class PlanChoice:
     """The plan."""
     prior: npt.NDArray[np.float64] | None
     """Counts that the live ones start from, [L, E]; None for uniform."""
+    learned: Histogram | None
+    """Learned counts that were found, for this run to carry on; None for none."""
     origin: str
     """One line for the log: what was used, with which weight."""
     notices: tuple[Notice, ...]
     """To be said aloud."""
+
+
+_UNBELIEVED = {"held-out-no-better", "no-skew"}
+"""Notices of the planner on counts that it did not rank on: the live loop must not start from them either."""
+
+
+def read_counts(name: str | None, *, sizes: ExpertSizes, force: bool = False) -> tuple[Histogram | None, list[Notice]]:
+    """Read a histogram for a model.
+
+    Args:
+        name: FILE or FILE#SET; None for none.
+        sizes: Of the model.
+        force: Take counts of another model as this one's, if they have its layers and number of experts.
+
+    Raises:
+        PlanMismatchError: Counts of another model.
+        HistogramError: Unreadable or not believable.
+    """
+    if name is None:
+        return None, []
+    what = f"histogram {name}"
+    histogram, notices = load_histogram(name, layers=sizes.identity.layers)
+    theirs, mine = histogram.identity, sizes.identity
+    notices = notices + require_same(theirs, mine, what=what, force=force)
+    if (mine.layers, mine.num_experts) != (theirs.layers, theirs.num_experts):
+        raise PlanMismatchError(
+            f"{what} was made for another model",
+            got="other layers or another number of experts",
+            do="--force cannot help here: make one for this model",
+        )
+    return replace(histogram, identity=mine), notices
 
 
 def choose_plan(sizes: ExpertSizes, *, request: PlanRequest) -> PlanChoice:
@@ -70,27 +104,25 @@ def choose_plan(sizes: ExpertSizes, *, request: PlanRequest) -> PlanChoice:
     Raises:
         HotsplitError: A file is unreadable, of another model, or nothing fits the budget.
     """
-    notices: list[Notice] = []
-    reference = None
-    if request.counts is not None:
-        reference, said = load_histogram(request.counts)
-        what = f"histogram {request.counts}"
-        notices += said + require_same(reference.identity, sizes.identity, what=what, force=request.force)
-        _require_shape(reference, sizes, what=what)
-        enforce(said, strict=request.options.strict, error=PlanError)
+    reference, notices = read_counts(request.counts, sizes=sizes, force=request.force)
+    enforce(notices, strict=request.options.strict, error=HistogramError)
     learned = None
     if request.state_dir is not None:
-        learned, said = load_learned(request.state_dir, sizes.identity)
+        learned, said = load_learned(request.state_dir, sizes.identity, quantisation=sizes.quantisation)
         notices += said
     counts, origin, said = choose_counts(reference, learned, use_learned=request.state_dir is not None)
     notices += said
     if request.plan is not None:
         plan, said = _given(request, sizes=sizes)
-        origin = f"plan {request.plan}"
+        origin = f"plan {request.plan}; the live loop starts from {origin}"
+        if reference is not None:
+            said = [*said, _scored(plan, reference)]
     else:
         plan, said = make_plan(sizes, histogram=counts, budget_bytes=request.budget_bytes, options=request.options)
-    prior = None if counts is None else planning_counts(counts)[0].counts
-    return PlanChoice(plan=plan, prior=prior, origin=origin, notices=tuple(notices + said))
+    notices += said
+    is_believed = counts is not None and not {notice.name for notice in notices} & _UNBELIEVED
+    prior = planning_counts(counts)[0].counts if counts is not None and is_believed else None
+    return PlanChoice(plan=plan, prior=prior, learned=learned, origin=origin, notices=tuple(notices))
 
 
 def _given(request: PlanRequest, *, sizes: ExpertSizes) -> tuple[Plan, list[Notice]]:
@@ -120,6 +152,14 @@ def _given(request: PlanRequest, *, sizes: ExpertSizes) -> tuple[Plan, list[Noti
     return plan, notices
 
 
+def _scored(plan: Plan, counts: Histogram) -> Notice:
+    """Beside a plan file, counts do not choose: they say how good it is."""
+    counted, phase, _ = planning_counts(counts)
+    rate = hit_rate(plan.hot_mask(), counts=counted.counts)
+    text = f"the plan file rules; HOTSPLIT_COUNTS only scores it: it serves {rate:.3f} of their {phase} pairs"
+    return Notice(name="counts-score-plan", text=text, strict=False)
+
+
 def needed_bytes(plan: Plan, *, sizes: ExpertSizes, dynamic: bool) -> int:
     """Fast memory that a plan takes with this model's real rows.
 
@@ -132,14 +172,3 @@ def needed_bytes(plan: Plan, *, sizes: ExpertSizes, dynamic: bool) -> int:
     num_experts = sizes.identity.num_experts or 0
     spare_L = ((hot_L > 0) & (hot_L < num_experts)) if dynamic else np.zeros(len(hot_L), dtype=bool)
     return int(((hot_L + spare_L) * sizes.row_bytes).sum() + sizes.fixed_bytes.sum())
-
-
-def _require_shape(histogram: Histogram, sizes: ExpertSizes, *, what: str) -> None:
-    """Force cannot bend arrays: layers and experts must agree even then."""
-    mine, theirs = sizes.identity, histogram.identity
-    if (mine.layers, mine.num_experts) != (theirs.layers, theirs.num_experts):
-        raise PlanMismatchError(
-            f"{what} was made for another model",
-            got="other layers or another number of experts",
-            do="--force cannot help here: make one for this model",
-        )

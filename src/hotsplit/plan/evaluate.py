@@ -18,7 +18,6 @@ Shapes: L MoE layers, E routed experts per layer.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,8 +43,8 @@ def hit_rate(hot: npt.NDArray[np.bool_], *, counts: npt.NDArray[np.float64]) -> 
     Returns:
         A rate in [0, 1]; 0 where nothing was routed.
     """
-    total = math.fsum(counts.ravel().tolist())
-    return math.fsum(counts[hot].tolist()) / total if total else 0.0
+    total = float(counts.sum())
+    return min(float(counts[hot].sum()) / total, 1.0) if total else 0.0
 
 
 def layer_hit_rates(hot: npt.NDArray[np.bool_], *, counts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -58,8 +57,8 @@ def layer_hit_rates(hot: npt.NDArray[np.bool_], *, counts: npt.NDArray[np.float6
     Returns:
         Rates, [L], float64 in [0, 1].
     """
-    hot_shares_LE = np.where(hot, shares_of(counts), 0.0)
-    return np.array([min(math.fsum(row), 1.0) for row in hot_shares_LE.tolist()])
+    rates_L: npt.NDArray[np.float64] = np.where(hot, shares_of(counts), 0.0).sum(axis=1)
+    return np.minimum(rates_L, 1.0, out=rates_L)
 
 
 def null_rate(hot: npt.NDArray[np.bool_], *, sizes: npt.NDArray[np.int64]) -> float:
@@ -125,7 +124,7 @@ def drift(shares_a: npt.NDArray[np.float64], shares_b: npt.NDArray[np.float64]) 
         0 for the same shares, 1 where they have no expert in common.
     """
     apart_LE = np.abs(shares_of(shares_a) - shares_of(shares_b))
-    return min(0.5 * math.fsum(apart_LE.ravel().tolist()) / len(apart_LE), 1.0)
+    return min(0.5 * float(apart_LE.sum()) / len(apart_LE), 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,14 +225,14 @@ def score(plan: Plan, *, counts: npt.NDArray[np.float64], traffic: str, phase: s
         phase: "decode" or "prefill", for the record.
     """
     shares_LE, hot_LE, sizes_LE = shares_of(counts), plan.hot_mask(), expert_sizes(plan)
-    rates = [round(rate, _DECIMALS) for rate in layer_hit_rates(hot_LE, counts=shares_LE).tolist()]
+    rates = [round(rate, _DECIMALS) for rate in layer_hit_rates(hot_LE, counts=counts).tolist()]
     return Score(
         traffic=traffic,
         phase=phase,
         hit_rate=round(hit_rate(hot_LE, counts=shares_LE), _DECIMALS),
-        oracle_free=round(oracle_free(hot_LE, sizes=sizes_LE, counts=shares_LE), _DECIMALS),
-        oracle_reachable=round(oracle_reachable(plan.hot_rows(), counts=shares_LE), _DECIMALS),
-        layer_order=round(_layer_order_of(plan, counts=shares_LE), _DECIMALS),
+        oracle_free=round(oracle_free(hot_LE, sizes=sizes_LE, counts=counts), _DECIMALS),
+        oracle_reachable=round(oracle_reachable(plan.hot_rows(), counts=counts), _DECIMALS),
+        layer_order=round(_layer_order_of(plan, counts=counts), _DECIMALS),
         per_layer=tuple(rates),
         worst_layer=plan.layers[rates.index(min(rates))],
     )

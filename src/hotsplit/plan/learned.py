@@ -57,7 +57,8 @@ def save_learned(histogram: Histogram, state_dir: Path, *, stage: int = 0) -> Pa
     """Keep the live counts for the next start.
 
     Args:
-        histogram: Decayed live counts in routed pairs, without the prior; fractions are normal.
+        histogram: Decayed live counts in routed pairs, without the prior; fractions are normal. Its tokens are those
+            ever seen; without them they are computed from the counts.
         state_dir: HOTSPLIT_STATE_DIR.
         stage: Pipeline stage.
 
@@ -75,6 +76,27 @@ def save_learned(histogram: Histogram, state_dir: Path, *, stage: int = 0) -> Pa
             leftover.unlink(missing_ok=True)  # of a writer that was killed: nobody else writes under the lock
         save_histogram(_with_tokens(histogram), path)
     return path
+
+
+def carry_on(before: Histogram | None, now: Histogram, *, decay: float) -> Histogram:
+    """What earlier runs learned, faded by this run's updates, plus what this run learned.
+
+    Args:
+        before: From `load_learned` at the start, or None.
+        now: Decayed live counts of this run, in routed pairs, with the tokens that it saw.
+        decay: What an earlier count keeps after this run's updates, 0 to 1.
+    """
+    if before is None:
+        return now
+    phases = {}
+    for phase, counted in now.phases.items():
+        earlier = before.phases.get(phase)
+        counts, tokens = counted.counts, counted.tokens
+        if earlier is not None:
+            counts = counts + decay * earlier.counts
+            tokens = None if tokens is None else tokens + (earlier.tokens or 0)
+        phases[phase] = PhaseCounts(counts=counts, tokens=tokens)
+    return replace(now, phases=phases, normalised=True)
 
 
 def load_learned(
@@ -155,12 +177,17 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _with_tokens(histogram: Histogram) -> Histogram:
-    """Say how many tokens decayed counts stand for, by the layer with the fewest: fractions cannot say it."""
+    """Say how many tokens stand behind decayed counts, where nobody has: by the layer with the fewest.
+
+    The engines say it themselves: tokens ever seen. Decayed counts of a steady stream level off at some fifteen
+    windows and would never reach the minimum that a merge asks for.
+    """
     top_k = histogram.identity.top_k
     phases = {}
     for name, counted in histogram.phases.items():
         fewest = float(counted.counts.sum(axis=1).min())
-        phases[name] = PhaseCounts(counts=counted.counts, tokens=int(fewest / top_k) if top_k else None)
+        tokens = int(fewest / top_k) if top_k and counted.tokens is None else counted.tokens
+        phases[name] = PhaseCounts(counts=counted.counts, tokens=tokens)
     return replace(histogram, phases=phases, normalised=True)
 
 

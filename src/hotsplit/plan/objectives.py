@@ -47,8 +47,8 @@ class Objective(Protocol):
 def shares_of(counts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Divide every layer by its total; a layer without counts is uniform.
 
-    Totals are summed exactly (`math.fsum`): numpy's sum rounds by the order of the experts and the width of the
-    machine's vectors, and a plan must be the same bytes whatever machine makes it.
+    Totals are exact: numpy's sum of fractions rounds by the order of the experts and the width of the machine's
+    vectors, and a plan must be the same bytes whatever machine makes it.
 
     Args:
         counts: Routed pairs, [L, E], float64, finite and >= 0.
@@ -56,9 +56,12 @@ def shares_of(counts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     Returns:
         Shares, [L, E], float64; every layer sums to 1.
     """
-    totals_L = np.array([math.fsum(row) for row in counts.tolist()])
+    totals_L = counts.sum(axis=1)
+    if not (totals_L <= 2**53).all() or not (counts == np.floor(counts)).all():  # else whole numbers: exact already
+        totals_L = np.array([math.fsum(row) for row in counts.tolist()])
     filled_LE = np.where(totals_L[:, None] > 0, counts, 1.0)
-    return filled_LE / np.where(totals_L > 0, totals_L, counts.shape[1])[:, None]
+    shares_LE: npt.NDArray[np.float64] = filled_LE / np.where(totals_L > 0, totals_L, counts.shape[1])[:, None]
+    return shares_LE
 
 
 def touched(shares: npt.NDArray[np.float64], *, top_k: int, batch: int = 1) -> npt.NDArray[np.float64]:

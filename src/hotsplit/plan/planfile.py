@@ -81,7 +81,8 @@ class Proof:
     oracle_reachable: float | None = None
     """The same with this plan's number of hot rows in every layer: what swaps can reach."""
     held_out: float | None = None
-    """On the test counts; None without them."""
+    """Of the counts' own choice on the test counts; None without them. Where it is no better than null, the plan is
+    not that choice: it spreads evenly, and this is why."""
     worst_layer: int | None = None
     """Decoder index of the layer with the lowest hit rate on the scored traffic."""
 
@@ -174,10 +175,10 @@ def from_json(value: object, *, what: str) -> Plan:
     """
     reader = _Reader(what=what)
     content = reader.record(value, "the file", keys=_PLAN_KEYS)
-    if content["format"] != FORMAT or content["version"] != VERSION or isinstance(content["version"], bool):
+    if (content["format"], type(content["version"]), content["version"]) != (FORMAT, int, VERSION):
         reader.refuse("format", f"{content['format']!r} {content['version']!r}", f"{FORMAT!r} version {VERSION}")
     identity = reader.identity(content["identity"])
-    if content["objective"] not in OBJECTIVES:
+    if content["objective"] not in list(OBJECTIVES):
         reader.refuse("objective", repr(content["objective"]), " or ".join(sorted(OBJECTIVES)))
     plan = Plan(
         identity=identity,
@@ -385,7 +386,7 @@ class _Reader:
         """Rates in [0, 1] or null, and a layer."""
         content = dict(self.record(value, "proof", keys={field.name for field in fields(Proof)}))
         worst = content.pop("worst_layer")
-        if worst is not None and worst not in (identity.model.layers or ()):
+        if worst is not None and (type(worst) is not int or worst not in (identity.model.layers or ())):
             self.refuse("proof.worst_layer", repr(worst), "a layer of the identity, or null")
         for name, rate in content.items():
             is_number = isinstance(rate, int | float) and not isinstance(rate, bool)

@@ -29,12 +29,10 @@ import numpy.typing as npt
 from hotsplit.errors import ConfigError, PlanError
 from hotsplit.notices import Notice, enforce
 from hotsplit.plan.budget import (
-    GIB,
     StageBudget,
     best_subset,
     fractional_bound,
     greedy,
-    places,
     require_enough,
     spend,
     spread,
@@ -47,6 +45,7 @@ from hotsplit.plan.identity import ModelIdentity, require_same
 from hotsplit.plan.objectives import OBJECTIVES, shares_of
 from hotsplit.plan.planfile import Plan, PlanIdentity, Proof, Stage
 from hotsplit.plan.sizes import ExpertSizes
+from hotsplit.units import GIB
 
 __all__ = [
     "OBJECTIVES",
@@ -183,13 +182,15 @@ def _choose(
     shares_LE = shares_of(counted.counts) if counted else np.full(_shape(model), 1.0 / (model.num_experts or 1))
     plan = _plan(identity, stages=stages, shares=shares_LE, even=doubt is not None, options=options)
     evaluation = evaluate(plan, histogram=histogram, test=test)
+    held_out = evaluation.held_out
     if doubt is None and (doubt := _held_out_doubt(evaluation, layers=plan.layers)):
         plan = _plan(identity, stages=stages, shares=shares_LE, even=True, options=options)
         evaluation = evaluate(plan, histogram=histogram, test=test)
-    notices += [doubt] if doubt else []
+    # Where everything fits, no choice was made and there is nothing to doubt.
+    notices += [doubt] if doubt and not plan.hot_mask().all() else []
     enforce(notices, strict=options.strict, error=PlanError)
     bound = _bound(shares_LE, stages=stages) if counted else None
-    return replace(plan, proof=_proof(evaluation, bound=bound)), notices
+    return replace(plan, proof=replace(_proof(evaluation, bound=bound), held_out=held_out)), notices
 
 
 def _believed(
@@ -198,7 +199,7 @@ def _believed(
     """The counts to rank or score on, of this model and valid; doubts about the file are its reader's to tell."""
     if histogram is None:
         return None, []
-    notices = require_same(histogram.identity, model, what=what)
+    notices = [] if histogram.identity is model else require_same(histogram.identity, model, what=what)
     validate(histogram, what=what)
     counted, _, more = planning_counts(histogram)
     return counted, notices + more
@@ -273,8 +274,7 @@ def _record(stage: StageBudget, *, hot: npt.NDArray[np.bool_]) -> Stage:
 
 def _in_order(hot_LE: npt.NDArray[np.bool_], *, scores: npt.NDArray[np.float64]) -> tuple[tuple[int, ...], ...]:
     """Hot ids per layer, most wanted first, ties by id."""
-    place_LE = np.where(hot_LE, places(scores), hot_LE.shape[1])
-    order_LE = np.argsort(place_LE, axis=1, kind="stable")
+    order_LE = np.argsort(np.where(hot_LE, -scores, np.inf), axis=1, kind="stable")
     return tuple(
         tuple(order_E[:rows].tolist()) for order_E, rows in zip(order_LE, hot_LE.sum(axis=1).tolist(), strict=True)
     )
@@ -286,7 +286,7 @@ def _bound(shares: npt.NDArray[np.float64], *, stages: Sequence[StageBudget]) ->
 
 
 def _proof(evaluation: Evaluation, *, bound: float | None) -> Proof:
-    """The evaluation's headline beside the bound; the greedy may reach the bound, and then only rounding parts them."""
+    """The headline, but for held-out, beside the bound: a greedy that reaches it differs by rounding alone."""
     hit_rate, scored = evaluation.in_sample, evaluation.scored
     if bound is not None and hit_rate is not None:
         bound = min(max(round(bound, 9), hit_rate), 1.0)
@@ -297,7 +297,6 @@ def _proof(evaluation: Evaluation, *, bound: float | None) -> Proof:
         gap=None if bound is None or hit_rate is None else round(bound - hit_rate, 9),
         oracle_free=scored.oracle_free if scored else None,
         oracle_reachable=scored.oracle_reachable if scored else None,
-        held_out=evaluation.held_out,
         worst_layer=scored.worst_layer if scored else None,
     )
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hotsplit import __version__
 from hotsplit.bank.banks import Banks
@@ -23,7 +24,7 @@ from hotsplit.errors import EngineError, HotsplitError
 from hotsplit.metrics import MetricsSnapshot, write_snapshot
 from hotsplit.notices import Notice
 from hotsplit.plan.histogram import Histogram, PhaseCounts
-from hotsplit.plan.learned import save_learned
+from hotsplit.plan.learned import carry_on, save_learned
 from hotsplit.plan.planfile import Plan, plan_hash
 from hotsplit.plan.sizes import ExpertSizes
 
@@ -45,6 +46,10 @@ class EngineOptions:
     """The budget, as asked for."""
     dynamic: bool
     """Whether hot experts follow the traffic."""
+    learned_before: Histogram | None = None
+    """What earlier runs learned."""
+    decay: float = 1.0
+    """What a learned count keeps at every update."""
 
 
 class Engine:
@@ -93,7 +98,7 @@ class Engine:
         """Everything counted so far, decode and prefill apart."""
         self.banks.router.flush()
         counters = self.banks.router.counters
-        phases = {
+        phases: dict[str, PhaseCounts] = {
             phase: PhaseCounts(counts=counters.counts[phase].astype(np.float64), tokens=counters.tokens[phase])
             for phase in PHASES
             if counters.tokens[phase]
@@ -108,9 +113,9 @@ class Engine:
         layers = self.sizes.identity.layers or ()
         return MetricsSnapshot(
             rank=0,
-            tokens=dict(counters.tokens),
+            tokens={phase: counters.tokens[phase] for phase in PHASES},
             pairs={phase: int(counters.counts[phase].sum()) for phase in PHASES},
-            hit_pairs=dict(counters.hits),
+            hit_pairs={phase: counters.hits[phase] for phase in PHASES},
             touched_hot_bytes=sum(counters.touched_hot_bytes.values()),
             touched_cold_bytes=sum(counters.touched_cold_bytes.values()),
             steps=counters.steps,
@@ -132,8 +137,7 @@ class Engine:
             mode="dynamic" if self._options.dynamic else "static",
             backend="cpu-pointers",
             counts={
-                phase: {layer: counters.counts[phase][i].tolist() for i, layer in enumerate(layers)}
-                for phase in PHASES
+                phase: {layer: counters.counts[phase][i].tolist() for i, layer in enumerate(layers)} for phase in PHASES
             },
         )
 
@@ -163,11 +167,17 @@ class Engine:
         if self._options.learn_into is None or not counts_LE.any():
             return
         try:
-            learned = self._as_histogram({"decode": PhaseCounts(counts=counts_LE)}, normalised=True)
-            path = save_learned(learned, self._options.learn_into)
+            path = save_learned(self._learned(counts_LE), self._options.learn_into)
             logger.info("learned counts saved to %s", path)
         except HotsplitError as error:
             logger.warning("learned counts are not saved: %s", error)
+
+    def _learned(self, counts: npt.NDArray[np.float64]) -> Histogram:
+        """What earlier runs learned and this one: counts fade with every update, tokens add up."""
+        tokens = self.banks.router.counters.tokens["decode"]
+        now = self._as_histogram({"decode": PhaseCounts(counts=counts, tokens=tokens)}, normalised=True)
+        decay = self._options.decay**self.banks.live.num_updates
+        return carry_on(self._options.learned_before, now, decay=decay)
 
     def _write_snapshot(self, run_dir: Path) -> None:
         try:
@@ -195,7 +205,7 @@ def guard(model: Any, *, engine: Engine) -> None:
     """
     model.hotsplit = engine
 
-    def refuse(*args: object, **kwargs: object) -> None:
+    def refuse(*_args: object, **_kwargs: object) -> None:
         raise EngineError(
             "save_pretrained",
             got="a model whose routed experts lie in its checkpoint's files",

@@ -215,7 +215,7 @@ def _collect(
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     transforms = get_model_conversion_mapping(model, hf_quantizer=hf_quantizer)
-    renamings = [item for item in transforms if not isinstance(item, loading.WeightConverter)]
+    renamings: list[Any] = [item for item in transforms if not isinstance(item, loading.WeightConverter)]
     converters = [item for item in transforms if isinstance(item, loading.WeightConverter)]
     by_pattern = {pattern: item for item in converters for pattern in item.source_patterns}
     state = model.state_dict()
@@ -232,7 +232,7 @@ def _collect(
         is_scale = name != base or bool(pattern and "scale_inv" in pattern)
         if converter is not None:
             used[base.rpartition(".")[2]] = converter
-        order = list(converter.source_patterns).index(pattern) if converter is not None else 0
+        order = list(converter.source_patterns).index(pattern) if converter is not None and pattern else 0
         stored = found[base + (SCALE if is_scale else "")]
         stored[_expert_of(key, pattern)].append(_Part(order=order, info=info))
     for stored in found.values():

@@ -28,15 +28,15 @@ from hotsplit.engines.transformers.index import CheckpointSource, ExpertsLayer, 
 from hotsplit.engines.transformers.leave_out import experts_left_out
 from hotsplit.engines.transformers.mathematics import Precision, expert_math, preparer, prove
 from hotsplit.engines.transformers.resolve import model_class, model_folder
-from hotsplit.errors import BudgetError, CheckpointError, UnsupportedEngineError
-from hotsplit.host.memory import memory_limits
+from hotsplit.errors import CheckpointError, UnsupportedEngineError
+from hotsplit.host.budget import default_hot_bytes, require_memory
 from hotsplit.notices import Notice
 from hotsplit.plan.checkpoint import Checkpoint, read_headers
 from hotsplit.plan.choose import PlanChoice, PlanRequest, choose_plan, needed_bytes
 from hotsplit.plan.planner import PlanOptions
 from hotsplit.plan.rebalance import RebalanceOptions, thrash_notice
 from hotsplit.plan.sizes import ExpertSizes, expert_sizes
-from hotsplit.units import GIB, gib
+from hotsplit.units import gib
 
 logger = logging.getLogger(__name__)
 
@@ -125,15 +125,18 @@ def load_with(
         _say(Notice(name="off", text="hotsplit is off (HOTSPLIT_ENABLE=0): running stock transformers", strict=False))
         return _load_stock(folder, kwargs)
     opened = _open(folder, checkpoint=checkpoint, sizes=header_sizes, kwargs=kwargs)
-    budget, is_default = _budget(opened.sizes, config=config)
+    budget, is_given = _budget(opened.sizes, config=config)
     if budget >= opened.sizes.expert_bytes and config.plan is None and not run_when_fits:
+        require_memory(opened.sizes.expert_bytes, sizes=opened.sizes)
         text = f"all routed experts fit ({gib(opened.sizes.expert_bytes)} of {gib(budget)}): hotsplit is off"
         _say(Notice(name="fits", text=f"{text}, running stock transformers", strict=False))
         return _load_stock(folder, kwargs)
+    budget = min(budget, opened.sizes.expert_bytes + mmap.PAGESIZE) if run_when_fits else budget
     if budget > 0:
         opened = replace(opened, sizes=_with_page_waste(opened.sizes))
-    choice = _choose(opened.sizes, config=config, budget=budget, is_given=not is_default, force=force)
-    _require_memory(choice, sizes=opened.sizes, dynamic=config.dynamic)
+    choice = _choose(opened.sizes, config=config, budget=budget, is_given=is_given, force=force)
+    needed = needed_bytes(choice.plan, sizes=opened.sizes, dynamic=config.dynamic)
+    require_memory(needed, sizes=opened.sizes)
     loaded = _load_without_experts(opened, kwargs)
     engine = _build(loaded, opened=opened, config=config, choice=choice, on_progress=on_progress)
     _report(engine, origin=choice.origin)
@@ -231,20 +234,13 @@ def _with_page_waste(sizes: ExpertSizes) -> ExpertSizes:
 
 
 def _budget(sizes: ExpertSizes, *, config: HotsplitConfig) -> tuple[int, bool]:
-    """Bytes, and whether that is the default: memory available, less the reserve and the dense weights."""
+    """Bytes, and whether a user named them."""
     if config.hot_bytes is not None:
-        return config.hot_bytes, False
-    limits = memory_limits()
-    if limits.available_bytes is None:
-        raise BudgetError(
-            "the default hot budget", got="no way to tell how much memory is available", do="set HOTSPLIT_HOT_GIB"
-        )
-    return max(limits.available_bytes - config.vram_reserve_bytes - sizes.dense_bytes, 0), True
+        return config.hot_bytes, True
+    return default_hot_bytes(sizes, reserve_bytes=config.vram_reserve_bytes), False
 
 
-def _choose(
-    sizes: ExpertSizes, *, config: HotsplitConfig, budget: int, is_given: bool, force: bool
-) -> PlanChoice:
+def _choose(sizes: ExpertSizes, *, config: HotsplitConfig, budget: int, is_given: bool, force: bool) -> PlanChoice:
     options = PlanOptions(dynamic=config.dynamic, objective=config.objective, strict=config.strict)
     request = PlanRequest(
         budget_bytes=budget,
@@ -256,20 +252,6 @@ def _choose(
         options=options,
     )
     return choose_plan(sizes, request=request)
-
-
-def _require_memory(choice: PlanChoice, *, sizes: ExpertSizes, dynamic: bool) -> None:
-    """Refuse before anything is allocated what this machine cannot hold."""
-    needed = needed_bytes(choice.plan, sizes=sizes, dynamic=dynamic)
-    limits = memory_limits()
-    room = None if limits.available_bytes is None else limits.available_bytes - sizes.dense_bytes
-    if room is not None and needed > room:
-        raise BudgetError(
-            "the hot budget exceeds real memory",
-            got=f"{gib(needed)} of hot rows beside {gib(sizes.dense_bytes)} of dense weights",
-            wanted=f"at most {gib(max(room, 0))} ({limits})",
-            do=f"set HOTSPLIT_HOT_GIB={max(room, 0) / GIB:.2f} or less",
-        )
 
 
 def _load_stock(folder: Path, kwargs: Mapping[str, Any]) -> Any:
@@ -311,7 +293,7 @@ def _build(
             banks,
             plan=choice.plan,
             sizes=opened.sizes,
-            options=_engine_options(config, choice=choice),
+            options=_engine_options(config, choice=choice, rebalance=rebalance),
             notices=notices,
             origin=choice.origin,
         )
@@ -361,12 +343,14 @@ def _hidden_dim(module: Any, *, layer: ExpertsLayer) -> int:
     return shape[1] if module.is_transposed else shape[2]
 
 
-def _engine_options(config: HotsplitConfig, *, choice: PlanChoice) -> EngineOptions:
+def _engine_options(config: HotsplitConfig, *, choice: PlanChoice, rebalance: RebalanceOptions) -> EngineOptions:
     return EngineOptions(
         learn_into=config.state_path if config.dynamic and config.learned == "use" else None,
         run_dir=config.state_path / "runs" / str(os.getpid()),
         budget_bytes=choice.plan.stages[0].budget_bytes,
         dynamic=config.dynamic,
+        learned_before=choice.learned,
+        decay=rebalance.decay,
     )
 
 
@@ -379,7 +363,7 @@ def _report(engine: Engine, *, origin: str) -> None:
         _say(notice)
     hot, proof = engine.plan.hot_rows(), engine.plan.proof
     logger.info(
-        "hotsplit is on: plan %s, %d layers, %d of %d experts hot (%s), expected hit rate %s; counts: %s",
+        "hotsplit is on: plan %s, %d layers, %d of %d experts hot (%s), expected hit rate %s; %s",
         engine.snapshot().plan_hash[:12],
         len(hot),
         int(hot.sum()),

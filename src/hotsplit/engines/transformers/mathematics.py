@@ -153,7 +153,9 @@ def prove(
     stock = [_stock_forward(module, rows=rows, prepare=prepare, trial=trial) for trial in trials]
     for precision in _CANDIDATES:
         function = expert_function(module, prepare=prepare, compute=precision.compute)
-        mine = [_run(function, rows=rows, precision=precision, trial=trial, num_experts=num_experts) for trial in trials]
+        mine = [
+            _run(function, rows=rows, precision=precision, trial=trial, num_experts=num_experts) for trial in trials
+        ]
         if all(torch.equal(a, b) for a, b in zip(stock, mine, strict=True)):
             return precision
     raise UnsupportedEngineError(

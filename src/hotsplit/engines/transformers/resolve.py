@@ -40,6 +40,28 @@ def model_folder(model: str | Path) -> Path:
         ) from error
 
 
+def load_tokenizer(folder: Path) -> Any:
+    """The model's tokenizer.
+
+    Args:
+        folder: The model's folder.
+
+    Raises:
+        CheckpointError: The folder has none, or it cannot be read.
+    """
+    import transformers
+
+    if not folder.is_dir():
+        raise CheckpointError(f"model folder {folder}", got="no such folder", wanted="a folder with a model")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder)
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"tokenizer of {folder}", got=reason, wanted="tokenizer files beside the model", do="download them too"
+        ) from error
+
+
 def model_class(config: Any) -> type:
     """The class that transformers loads a configuration with.
 
@@ -55,10 +77,10 @@ def model_class(config: Any) -> type:
         found = getattr(transformers, name, None)
         if isinstance(found, type):
             return found
-    mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    mapping: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) in mapping:
-        found = mapping[type(config)]
-        return found if isinstance(found, type) else found[0]
+        kind: type = mapping[type(config)]
+        return kind
     raise UnsupportedEngineError(
         f"model_type {config.model_type}",
         got=f"architectures {config.architectures}",

@@ -1,0 +1,75 @@
+"""The entry point: `hotsplit COMMAND`. Commands are imported when they run, so that `plan` needs no torch."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from hotsplit import __version__
+from hotsplit.errors import HotsplitError
+
+_COMMANDS = {
+    "demo": "Profile, plan and run the bundled model: the whole job in two minutes.",
+    "plan": "Choose the hot experts from a routing histogram, under a budget, with proof.",
+    "profile": "Play sample traffic through a model and write its routing histogram.",
+    "rerank": "Merge live counts into a reference histogram.",
+    "run": "Generate text with hot and cold experts.",
+    "show": "Show what a histogram, plan or trace file holds.",
+}
+
+
+class _Commands(click.Group):
+    """Commands by name, imported on use."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"hotsplit.cli.{cmd_name}").command
+        command.short_help = _COMMANDS[cmd_name]
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="hotsplit")
+def group() -> None:
+    """Run mixture-of-experts models whose experts do not all fit in fast memory.
+
+    The experts that the traffic uses live in fast memory, the rest is read in place, and which is which follows the
+    traffic. Settings may also come from HOTSPLIT_ variables; an option beats them.
+    """
+
+
+def main() -> None:
+    """Run a command; an error is one line on stderr and the exit code of its class."""
+    try:
+        group.main(standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:
+        _fail("interrupted; nothing was left half-written", code=130)
+    except HotsplitError as error:
+        _fail(str(error), code=error.exit_code)
+    except ImportError as error:
+        if error.name is None or error.name.split(".")[0] not in ("torch", "transformers", "accelerate"):
+            raise
+        _fail(f"{error.name} is not installed; pip install 'hotsplit[transformers]'", code=1)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(0)
+
+
+def _fail(text: str, *, code: int) -> None:
+    click.echo(f"hotsplit: {text}", err=True)
+    sys.exit(code)

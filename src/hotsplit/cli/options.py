@@ -1,0 +1,51 @@
+"""Options that several commands share: the settings, made from the one table in config.py, and --json."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from hotsplit.config import HotsplitConfig, settings
+
+Command = Callable[..., Any]
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+force_option = click.option("--force", is_flag=True, help="Use a plan or histogram of another model all the same.")
+
+
+def setting_options(*names: str) -> Callable[[Command], Command]:
+    """Give a command the options of these settings; their values reach it as one checked config.
+
+    Args:
+        *names: Field names of HotsplitConfig.
+    """
+    infos = [info for info in settings() if info.name in names]
+
+    def decorate(command: Command) -> Command:
+        for info in reversed(infos):
+            default = f" (default {info.default})" if info.default else ""
+            text = f"{info.meaning} {info.values[:1].upper()}{info.values[1:]}{default}; {info.variable}."
+            command = click.option(info.option, f"setting_{info.name}", metavar="VALUE", help=text)(command)
+        return command
+
+    return decorate
+
+
+def config_from(options: dict[str, Any]) -> HotsplitConfig:
+    """Take the settings out of a command's arguments and read the rest from the environment.
+
+    Args:
+        options: All keyword arguments of the command; those of settings are removed.
+
+    Raises:
+        ConfigError: A value is not allowed, wherever it comes from.
+    """
+    given = {}
+    for name in [name for name in options if name.startswith("setting_")]:
+        value = options.pop(name)
+        if value is not None:
+            given[name.removeprefix("setting_")] = value
+    return HotsplitConfig.from_options(dict(os.environ), **given)

@@ -1,0 +1,50 @@
+"""`hotsplit run`: generate text with hot and cold experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from hotsplit.cli import console
+from hotsplit.cli.options import config_from, force_option, json_option, setting_options
+
+
+@click.command("run")
+@click.argument("model")
+@click.option("--prompt", required=True, help="What to continue.")
+@click.option("--chat", is_flag=True, help="Put the prompt through the model's chat template.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens to generate.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 decodes greedily.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of sampling.")
+@setting_options(
+    "hot_gib",
+    "dynamic",
+    "dyn_steps",
+    "dyn_max_swaps",
+    "dyn_margin",
+    "dyn_half_life",
+    "counts",
+    "plan",
+    "learned",
+    "state_dir",
+    "objective",
+    "strict",
+    "kernel",
+    "vram_reserve_gib",
+    "enable",
+)
+@force_option
+@json_option
+def command(model: str, as_json: bool, **options: Any) -> None:
+    """Generate text with MODEL (a folder or a hub id), its experts hot and cold by plan."""
+    from hotsplit.cli.running import RunTask, run
+    from hotsplit.cli.views import print_run
+
+    config = config_from(options)
+    with console.logging_to_stderr():
+        result = run(RunTask(model=model, config=config, **options))
+    if as_json:
+        console.print_json(result)
+    else:
+        print_run(result)

@@ -1,0 +1,112 @@
+"""What `hotsplit run` does: load, generate, report. Imports the engine."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hotsplit.cli import console
+from hotsplit.config import HotsplitConfig
+from hotsplit.engines.transformers.load import load_with
+from hotsplit.engines.transformers.resolve import load_tokenizer, model_folder
+from hotsplit.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunTask:
+    """What `hotsplit run` was asked for."""
+
+    model: str
+    """Folder or hub id."""
+    config: HotsplitConfig
+    """Settings."""
+    prompt: str
+    """What to continue."""
+    chat: bool
+    """Whether the prompt is a chat message."""
+    max_new_tokens: int
+    """Tokens to generate."""
+    temperature: float
+    """0 decodes greedily."""
+    seed: int
+    """Of sampling."""
+    force: bool
+    """Use a plan or histogram of another model all the same."""
+
+
+def run(task: RunTask) -> dict[str, Any]:
+    """Generate, and say what it took.
+
+    Args:
+        task: What was asked for.
+
+    Raises:
+        HotsplitError: An input is wrong.
+    """
+    folder = model_folder(task.model)
+    tokenizer = load_tokenizer(folder)
+    ids = _prompt_ids(task, tokenizer)
+    with console.progress("loading") as loading:
+        model = load_with(folder, config=task.config, force=task.force, on_progress=loading)
+    started = time.perf_counter()
+    new_ids = _generate(model, ids, task=task)
+    seconds = time.perf_counter() - started
+    result = {
+        "text": tokenizer.decode(new_ids, skip_special_tokens=True),
+        "prompt_tokens": ids.shape[1],
+        "new_tokens": len(new_ids),
+        "seconds": seconds,
+        "hit_rate": None,
+    }
+    engine = getattr(model, "hotsplit", None)
+    if engine is not None:
+        result |= _numbers(engine)
+        engine.close()
+    return result
+
+
+def _prompt_ids(task: RunTask, tokenizer: Any) -> torch.Tensor:
+    if task.chat and not tokenizer.chat_template:
+        raise ConfigError("--chat", got="a model without a chat template", do="leave --chat out")
+    if task.chat:
+        messages = [{"role": "user", "content": task.prompt}]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    else:
+        ids = tokenizer(task.prompt)["input_ids"]
+    if not ids:
+        raise ConfigError("--prompt", got="no tokens", wanted="text", do="give the model something to continue")
+    return torch.tensor([ids])
+
+
+def _generate(model: Any, ids: torch.Tensor, *, task: RunTask) -> list[int]:
+    sampling: dict[str, Any] = {"do_sample": False}
+    if task.temperature > 0:
+        sampling = {"do_sample": True, "temperature": task.temperature}
+    torch.manual_seed(task.seed)
+    with torch.no_grad():
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=task.max_new_tokens, **sampling
+        )
+    new_ids: list[int] = output[0, ids.shape[1] :].tolist()
+    return new_ids
+
+
+def _numbers(engine: Any) -> dict[str, Any]:
+    snapshot = engine.snapshot()
+    pairs, hits = sum(snapshot.pairs.values()), sum(snapshot.hit_pairs.values())
+    touched = snapshot.touched_hot_bytes + snapshot.touched_cold_bytes
+    hot = engine.banks.router.hot_mask()
+    return {
+        "hit_rate": hits / pairs if pairs else None,
+        "byte_hit_rate": snapshot.touched_hot_bytes / touched if touched else None,
+        "hot_experts": int(hot.sum()),
+        "experts": int(hot.size),
+        "hot_bytes": snapshot.hot_bytes,
+        "swaps": snapshot.swaps_done,
+        "updates": engine.updates,
+        "plan_hash": snapshot.plan_hash,
+        "mode": snapshot.mode,
+    }

@@ -1,0 +1,178 @@
+"""What the commands that need no engine do: make plans, open files. The commands themselves only parse and print."""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from hotsplit.config import HotsplitConfig
+from hotsplit.errors import BudgetError, ConfigError, HistogramError
+from hotsplit.files import read_json
+from hotsplit.host.budget import default_hot_bytes
+from hotsplit.notices import Notice, enforce
+from hotsplit.plan.checkpoint import read_headers
+from hotsplit.plan.choose import read_counts
+from hotsplit.plan.dialects import load_histogram
+from hotsplit.plan.evaluate import Evaluation, evaluate
+from hotsplit.plan.histogram import Histogram
+from hotsplit.plan.planfile import FORMAT as PLAN_FORMAT
+from hotsplit.plan.planfile import Plan, load_plan, save_plan
+from hotsplit.plan.planner import PlanOptions, make_plan, plan_fraction
+from hotsplit.plan.sizes import ExpertSizes, expert_sizes
+from hotsplit.plan.trace import Trace, histogram_of, load_trace
+from hotsplit.units import gib
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanTask:
+    """What `hotsplit plan` was asked for."""
+
+    config: HotsplitConfig
+    """Settings."""
+    model: str | None
+    """Folder or hub id; None to plan a fraction."""
+    hot_fraction: float | None
+    """Share of all experts, without a model."""
+    test: str | None
+    """Histogram of other traffic."""
+    tp: int
+    """Tensor-parallel size."""
+    pp: int
+    """Pipeline-parallel size."""
+    force: bool
+    """Use a histogram of another model all the same."""
+    output: Path | None
+    """Plan file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanResult:
+    """A plan, scored."""
+
+    plan: Plan
+    """The plan."""
+    evaluation: Evaluation
+    """On its own counts and on the test's."""
+    sizes: ExpertSizes | None
+    """Of the model; None without one."""
+    notices: tuple[Notice, ...]
+    """To be said aloud."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    """A file that `hotsplit show` has opened."""
+
+    name: str
+    """As the user wrote it."""
+    content: Histogram | Plan | Trace
+    """What it is."""
+    notices: tuple[Notice, ...]
+    """To be said aloud."""
+
+
+def make_plan_for(task: PlanTask) -> PlanResult:
+    """Plan, score, and write the file when one was asked for.
+
+    Args:
+        task: What was asked for.
+
+    Raises:
+        HotsplitError: An input is wrong or nothing fits; nothing was written.
+    """
+    sizes = _sizes(task)
+    counts, notices = _histogram(task.config.counts, sizes=sizes, task=task)
+    test, said = _histogram(task.test, sizes=sizes, task=task)
+    notices += said
+    enforce(notices, strict=task.config.strict, error=HistogramError)
+    options = PlanOptions(
+        dynamic=task.config.dynamic,
+        objective=task.config.objective,
+        strict=task.config.strict,
+        pp=task.pp,
+        test=test,
+    )
+    if sizes is None:
+        if counts is None:
+            raise ConfigError("plan", got="no --counts", wanted="--counts FILE with --hot-fraction", do="name one")
+        plan, said = plan_fraction(counts, fraction=task.hot_fraction or 0.0, options=options)
+    else:
+        plan, said = make_plan(sizes, histogram=counts, budget_bytes=_budget(task, sizes, notices), options=options)
+    evaluation = evaluate(plan, histogram=counts, test=test)
+    if task.output:
+        save_plan(plan, task.output)
+    return PlanResult(plan=plan, evaluation=evaluation, sizes=sizes, notices=tuple(notices + said))
+
+
+def _sizes(task: PlanTask) -> ExpertSizes | None:
+    """The model's sizes, or None for a plan by fraction; half of one and half of the other is refused."""
+    if task.hot_fraction is not None and task.config.hot_gib is not None:
+        raise ConfigError("plan", got="--hot-fraction and --hot-gib", wanted="one of them", do="leave one out")
+    if task.model is None:
+        if task.hot_fraction is None:
+            raise ConfigError("plan", got="neither MODEL nor --hot-fraction", do="name a model, or a fraction")
+        return None
+    if task.hot_fraction is not None:
+        raise ConfigError("plan", got="MODEL and --hot-fraction", wanted="--hot-gib with a model", do="leave one out")
+    return expert_sizes(read_headers(_folder(task.model)), tp=task.tp)
+
+
+def _folder(model: str) -> Path:
+    """A local folder needs no engine; a hub id does, since the engine's hub client downloads it."""
+    path = Path(model).expanduser()
+    if path.exists() or model.count("/") != 1 or model.startswith((".", "~", "/")):
+        return path
+    from hotsplit.engines.transformers.resolve import model_folder
+
+    return model_folder(model)
+
+
+def _histogram(name: str | None, *, sizes: ExpertSizes | None, task: PlanTask) -> tuple[Histogram | None, list[Notice]]:
+    if sizes is not None:
+        return read_counts(name, sizes=sizes, force=task.force)
+    return (None, []) if name is None else load_histogram(name)
+
+
+def _budget(task: PlanTask, sizes: ExpertSizes, notices: list[Notice]) -> int:
+    """The budget that was named, or what this machine would give; the second is said."""
+    if task.config.hot_bytes is not None:
+        return task.config.hot_bytes
+    budget = default_hot_bytes(sizes, reserve_bytes=task.config.vram_reserve_bytes)
+    if budget <= 0:
+        raise BudgetError(
+            "the default hot budget", got="no memory left beside reserve and dense weights", do="pass --hot-gib"
+        )
+    text = f"no --hot-gib: planning for {gib(budget)}, what this machine has free beside reserve and dense weights"
+    notices.append(Notice(name="default-budget", text=text, strict=False))
+    return budget
+
+
+def open_any(name: str) -> Opened:
+    """Open a plan, a trace or a histogram, whichever it is.
+
+    Args:
+        name: A file, or FILE#SET for a histogram.
+
+    Raises:
+        HotsplitError: It is none of them.
+    """
+    path = Path(name)
+    if path.is_file() and zipfile.is_zipfile(path):
+        trace, notices = load_trace(path)
+        return Opened(name=name, content=trace, notices=tuple(notices))
+    if path.is_file():
+        value = read_json(path, what="file", error=HistogramError)
+        if isinstance(value, dict) and value.get("format") == PLAN_FORMAT:
+            return Opened(name=name, content=load_plan(path), notices=())
+    histogram, notices = load_histogram(name)
+    return Opened(name=name, content=histogram, notices=tuple(notices))
+
+
+def counted(trace: Trace) -> Histogram:
+    """The histogram of a trace.
+
+    Args:
+        trace: Routing decisions.
+    """
+    return histogram_of(trace)

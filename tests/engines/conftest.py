@@ -1,0 +1,79 @@
+"""What the tests of the engines share: checkpoints made once, what the stock model gives for them, and loads that end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import hotsplit
+from engines import tiny
+from hotsplit.plan.checkpoint import read_headers
+from hotsplit.plan.sizes import expert_sizes
+
+PAGE = 4096
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quiet_transformers() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny products only lose by a second thread, most of all on a busy machine
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """checkpoint("qwen3_moe", dtype=..., fp8=...) -> folder, made once."""
+
+    @cache
+    def make(model_type: str, *, dtype: torch.dtype = torch.bfloat16, fp8: bool = False) -> Path:
+        folder = tmp_path_factory.mktemp(f"{model_type}-{str(dtype).removeprefix('torch.')}")
+        if fp8:
+            return tiny.quantise(make(model_type, dtype=dtype), folder / "fp8")
+        if model_type == "qwen3_vl_moe":
+            return tiny.make_vision_checkpoint(folder, dtype=dtype)
+        return tiny.make_checkpoint(folder, model_type=model_type, dtype=dtype)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def expected() -> Callable[..., Any]:
+    """expected(folder, dtype=...) -> what tiny.play gives on the stock model, played once."""
+
+    @cache
+    def play(folder: Path, **kwargs: Any) -> Any:
+        return tiny.play(tiny.stock(folder, **kwargs))
+
+    return play
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """load(folder, hot=0.5, ...) -> a model with that part of its expert bytes as budget; closed when the test ends."""
+    loaded = []
+
+    def run(folder: Path, *, hot: float = 0.5, **settings: Any) -> Any:
+        settings = {"state_dir": tmp_path / "state", "run_when_fits": True, "hot_gib": budget(folder, hot)} | settings
+        loaded.append(hotsplit.load(folder, **settings))
+        return loaded[-1]
+
+    yield run
+    for model in loaded:
+        if hasattr(model, "hotsplit"):
+            model.hotsplit.close()
+
+
+def budget(folder: Path, hot: float) -> float:
+    """GiB for a part of the expert bytes, and the arena's last page."""
+    if hot == 0:
+        return 0.0
+    return (expert_sizes(read_headers(folder)).expert_bytes * hot + PAGE) / 2**30

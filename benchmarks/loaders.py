@@ -76,7 +76,7 @@ def load_accelerate(folder: Path, options: LoadOptions) -> Loaded:
         offload_folder=str(copy),
         experts_implementation=options.experts_implementation,
     )
-    return Loaded(model=model.eval(), reads=(*sorted(copy.glob("*.dat")), *sorted(folder.glob("*.safetensors"))))
+    return Loaded(model=model.eval(), reads=(*_weights(copy), *_weights(folder)))
 
 
 def load_hotsplit(folder: Path, options: LoadOptions) -> Loaded:
@@ -107,10 +107,15 @@ def load_hotsplit(folder: Path, options: LoadOptions) -> Loaded:
     )
     return Loaded(
         model=model,
-        reads=tuple(sorted(folder.glob("*.safetensors"))),
+        reads=_weights(folder),
         let_go=model.hotsplit.banks.rows.drop_cold_pages,
         memory={"hot": model.hotsplit.banks.hot_bytes, "dense": sizes.dense_bytes},
     )
+
+
+def _weights(folder: Path) -> tuple[Path, ...]:
+    """A folder's files of weights; accelerate writes its copies in one format or the other."""
+    return tuple(sorted(path for path in folder.rglob("*") if path.suffix in (".safetensors", ".dat")))
 
 
 LOADERS: Mapping[str, Callable[[Path, LoadOptions], Loaded]] = {

@@ -73,7 +73,9 @@ def load(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
 
 def budget(folder: Path, hot: float) -> float:
-    """GiB for a part of the expert bytes, and the arena's last page."""
+    """GiB for a part of the experts: their rows, with room for what aligns a row's tensors, and the arena's last page."""
     if hot == 0:
         return 0.0
-    return (expert_sizes(read_headers(folder)).expert_bytes * hot + PAGE) / 2**30
+    sizes = expert_sizes(read_headers(folder))
+    rows = int(sizes.row_bytes.sum()) + 128 * len(sizes.row_bytes)
+    return (rows * (sizes.identity.num_experts or 0) * hot + PAGE) / 2**30

@@ -231,13 +231,18 @@ def prompts(*, batch: int = 3, length: int = 9, seed: int = 1) -> dict[str, torc
     return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
 
 
+def greedy(tokens: int) -> dict[str, Any]:
+    """Arguments of generate() for exactly so many tokens, none of them the one that ended sequences are fed."""
+    return {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "suppress_tokens": [0]}
+
+
 @torch.no_grad()
 def play(model: Any, *, tokens: int = 12) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits of one prompt, logits of a padded batch, and the batch's greedy continuation."""
     batch = prompts()
     alone = model(batch["input_ids"][:1]).logits
     padded = model(**batch).logits
-    generated = model.generate(**batch, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+    generated = model.generate(**batch, **greedy(tokens))
     return alone, padded, generated
 
 

@@ -46,7 +46,7 @@ class PointerRows:
 
     @property
     def hot_bytes(self) -> int:
-        """Bytes of the arena: hot and spare rows, page waste included."""
+        """Bytes of the arena: hot and spare rows. The kernel rounds it up to a page: under 4 KiB per rank."""
         return len(self._arena)
 
     def tensors(self, layer_id: int, row: int) -> RowTensors:
@@ -170,8 +170,8 @@ def _arena_starts(source: ExpertSource, layers: Sequence[LayerRows]) -> list[int
 
 
 def _arena(num_bytes: int) -> mmap.mmap:
-    """Private anonymous memory (mmap's default would be shared memory, which counts as file-backed)."""
-    size = max(-(-num_bytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
+    """Private anonymous memory of exactly this size (mmap's default would be shared, which counts as file-backed)."""
+    size = max(num_bytes, 1)
     try:
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:

@@ -6,6 +6,8 @@ dense weights.
 
 from __future__ import annotations
 
+import math
+
 from hotsplit.errors import BudgetError
 from hotsplit.host.memory import MemoryLimits, memory_limits
 from hotsplit.plan.sizes import ExpertSizes
@@ -31,26 +33,29 @@ def default_hot_bytes(sizes: ExpertSizes, *, reserve_bytes: int, limits: MemoryL
     return max(limits.available_bytes - reserve_bytes - sizes.dense_bytes, 0)
 
 
-def require_memory(needed: int, *, sizes: ExpertSizes, limits: MemoryLimits | None = None) -> None:
+def require_memory(needed: int, *, sizes: ExpertSizes, reserve_bytes: int, limits: MemoryLimits | None = None) -> None:
     """Refuse, before anything is allocated, what this machine cannot hold.
 
     Args:
         needed: Bytes of hot rows.
         sizes: Of the model; its dense weights need room as well.
+        reserve_bytes: Must stay free beside them.
         limits: Of this machine; None to read them.
 
     Raises:
-        BudgetError: Hot rows and dense weights exceed the memory that is available.
+        BudgetError: Hot rows, dense weights and reserve exceed the memory that is available.
     """
     limits = limits or memory_limits()
     if limits.available_bytes is None:
         return
-    room = max(limits.available_bytes - sizes.dense_bytes, 0)
+    room = max(limits.available_bytes - sizes.dense_bytes - reserve_bytes, 0)
     if needed > room:
         raise BudgetError(
             "the hot budget exceeds real memory",
-            got=f"{gib(needed)} of hot rows beside {gib(sizes.dense_bytes)} of dense weights",
+            got=f"{gib(needed)} of hot rows beside {gib(sizes.dense_bytes)} of dense weights and a reserve of "
+            f"{gib(reserve_bytes)}",
             wanted=f"at most {gib(room)} ({limits})",
-            do=f"set HOTSPLIT_HOT_GIB={room / GIB:.2f} or less",
+            do=f"set HOTSPLIT_HOT_GIB={math.floor(room / GIB * 100) / 100:g} or less, or lower "
+            "HOTSPLIT_VRAM_RESERVE_GIB",
             room_bytes=room,
         )

@@ -6,10 +6,13 @@ A model from hotsplit.load() carries it as `model.hotsplit`.
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,10 @@ logger = logging.getLogger(__name__)
 
 SAVE_EVERY_S = 300.0
 """Seconds between two saves of the learned counts, at an update; they are always saved at the end."""
+
+
+KEPT_RUNS = 20
+"""Run folders that a start leaves behind; older ones are removed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,6 +201,18 @@ class Engine:
             quantisation=self.sizes.quantisation,
             source={"made_by": f"hotsplit {__version__}"},
         )
+
+
+def new_run_dir(state_dir: Path) -> Path:
+    """A name for this run's folder of snapshots; the oldest folders of other runs go.
+
+    Args:
+        state_dir: HOTSPLIT_STATE_DIR.
+    """
+    runs = state_dir / "runs"
+    for old in sorted(runs.glob("*-*"))[: -KEPT_RUNS + 1]:
+        shutil.rmtree(old, ignore_errors=True)
+    return runs / f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}"
 
 
 def guard(model: Any, *, engine: Engine) -> None:

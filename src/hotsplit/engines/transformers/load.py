@@ -8,10 +8,8 @@ Shapes: L MoE layers, E experts, D model dim.
 from __future__ import annotations
 
 import logging
-import mmap
-import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,9 @@ import torch
 
 from hotsplit.bank.banks import BankOptions, Banks
 from hotsplit.bank.build import Progress
-from hotsplit.config import HotsplitConfig
+from hotsplit.config import HotsplitConfig, variable_name
 from hotsplit.engines.transformers import hooks
-from hotsplit.engines.transformers.engine import Engine, EngineOptions, guard
+from hotsplit.engines.transformers.engine import Engine, EngineOptions, guard, new_run_dir
 from hotsplit.engines.transformers.index import CheckpointSource, ExpertsLayer, find_experts, index_experts
 from hotsplit.engines.transformers.leave_out import experts_left_out
 from hotsplit.engines.transformers.mathematics import Precision, expert_math, preparer, prove
@@ -120,27 +118,42 @@ def load_with(
     kwargs = _checked_kwargs(model_kwargs or {})
     folder = model_folder(model)
     checkpoint = read_headers(folder)
-    header_sizes = expert_sizes(checkpoint)
     if config.enable is False:
         _say(Notice(name="off", text="hotsplit is off (HOTSPLIT_ENABLE=0): running stock transformers", strict=False))
         return _load_stock(folder, kwargs)
-    opened = _open(folder, checkpoint=checkpoint, sizes=header_sizes, kwargs=kwargs)
+    for notice in _idle_settings(config):
+        _say(notice)
+    opened = _open(folder, checkpoint=checkpoint, sizes=expert_sizes(checkpoint), kwargs=kwargs)
     budget, is_given = _budget(opened.sizes, config=config)
     if budget >= opened.sizes.expert_bytes and config.plan is None and not run_when_fits:
-        require_memory(opened.sizes.expert_bytes, sizes=opened.sizes)
+        require_memory(opened.sizes.expert_bytes, sizes=opened.sizes, reserve_bytes=config.vram_reserve_bytes)
         text = f"all routed experts fit ({gib(opened.sizes.expert_bytes)} of {gib(budget)}): hotsplit is off"
         _say(Notice(name="fits", text=f"{text}, running stock transformers", strict=False))
         return _load_stock(folder, kwargs)
-    budget = min(budget, opened.sizes.expert_bytes + mmap.PAGESIZE) if run_when_fits else budget
-    if budget > 0:
-        opened = replace(opened, sizes=_with_page_waste(opened.sizes))
+    budget = min(budget, opened.sizes.expert_bytes) if run_when_fits else budget
     choice = _choose(opened.sizes, config=config, budget=budget, is_given=is_given, force=force)
     needed = needed_bytes(choice.plan, sizes=opened.sizes, dynamic=config.dynamic)
-    require_memory(needed, sizes=opened.sizes)
+    require_memory(needed, sizes=opened.sizes, reserve_bytes=config.vram_reserve_bytes)
     loaded = _load_without_experts(opened, kwargs)
     engine = _build(loaded, opened=opened, config=config, choice=choice, on_progress=on_progress)
     _report(engine, origin=choice.origin)
     return loaded
+
+
+def _idle_settings(config: HotsplitConfig) -> Iterator[Notice]:
+    """Settings that were given and have nothing to act on here: silence would look like obedience."""
+    idle = {
+        "numa_policy": (True, "the transformers engine's rows lie in plain memory and mapped files"),
+        "bank_dir": (True, "the transformers engine reads cold rows from the model's own files"),
+        "dyn_max_swaps": (not config.dynamic, "nothing swaps in static mode"),
+        "dyn_margin": (not config.dynamic, "nothing swaps in static mode"),
+        "dyn_half_life": (not config.dynamic, "nothing swaps in static mode"),
+        "objective": (config.plan is not None, "a plan file is used as it is"),
+    }
+    for name, (is_idle, reason) in idle.items():
+        if is_idle and config.origin(name) != "default":
+            text = f"{variable_name(name)} has no effect: {reason}"
+            yield Notice(name="no-effect", text=text, strict=False)
 
 
 def _checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,9 +172,8 @@ def _open(folder: Path, *, checkpoint: Checkpoint, sizes: ExpertSizes, kwargs: M
     from transformers.quantizers import AutoHfQuantizer
 
     hooks.register()
-    trusted = {name: kwargs[name] for name in ("trust_remote_code",) if name in kwargs}
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, **trusted)
+        config = transformers.AutoConfig.from_pretrained(folder, **_trusted(kwargs))
     except (ValueError, OSError, KeyError) as error:
         raise CheckpointError(f"{folder / 'config.json'}", got=str(error), do="check transformers' version") from error
     kind = model_class(config)
@@ -201,6 +213,11 @@ def _open(folder: Path, *, checkpoint: Checkpoint, sizes: ExpertSizes, kwargs: M
     )
 
 
+def _trusted(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The argument that reading a configuration takes as well."""
+    return {name: kwargs[name] for name in ("trust_remote_code",) if name in kwargs}
+
+
 def _meta_model(kind: Any, *, config: Any, dtype: Any) -> Any:
     """The model without storage, with the dtypes that a load would give it."""
     if dtype in ("auto", None):
@@ -224,13 +241,6 @@ def _runtime_sizes(sizes: ExpertSizes, *, source: CheckpointSource) -> ExpertSiz
         )
     rows_L = np.array([layout.num_bytes for layout in source.layouts], dtype=np.int64)
     return replace(sizes, row_bytes=rows_L)
-
-
-def _with_page_waste(sizes: ExpertSizes) -> ExpertSizes:
-    """Charge the arena's last page, which its rows may not fill."""
-    fixed_L = sizes.fixed_bytes.copy()
-    fixed_L[0] += mmap.PAGESIZE
-    return replace(sizes, fixed_bytes=fixed_L)
 
 
 def _budget(sizes: ExpertSizes, *, config: HotsplitConfig) -> tuple[int, bool]:
@@ -257,7 +267,7 @@ def _choose(sizes: ExpertSizes, *, config: HotsplitConfig, budget: int, is_given
 def _load_stock(folder: Path, kwargs: Mapping[str, Any]) -> Any:
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder, **_trusted(kwargs))
     loaded: Any = model_class(config)
     return loaded.from_pretrained(folder, **kwargs).eval()
 
@@ -346,7 +356,7 @@ def _hidden_dim(module: Any, *, layer: ExpertsLayer) -> int:
 def _engine_options(config: HotsplitConfig, *, choice: PlanChoice, rebalance: RebalanceOptions) -> EngineOptions:
     return EngineOptions(
         learn_into=config.state_path if config.dynamic and config.learned == "use" else None,
-        run_dir=config.state_path / "runs" / str(os.getpid()),
+        run_dir=new_run_dir(config.state_path),
         budget_bytes=choice.plan.stages[0].budget_bytes,
         dynamic=config.dynamic,
         learned_before=choice.learned,

@@ -26,7 +26,7 @@ import numpy as np
 from engine_worker import Amounts
 from environment import environment, load_average
 from make_model import SIZES, ModelShape, default_folder, files, make_model
-from observe import disk_rate, drop_pages
+from observe import disk_rate, drop_pages, read_ahead_bytes
 from summary import GB, summarise
 from tables import markdown, write_readme
 from tables import text as text_table
@@ -46,6 +46,7 @@ ENGINES: Mapping[str, dict[str, Any]] = {
     "accelerate disk offload, 1 GiB": {"kind": "accelerate", "options": {}},
     "hotsplit, 0 % hot": {"kind": "hotsplit", "options": {"fast_share": 0.0}},
     "hotsplit, 30 % hot": {"kind": "hotsplit", "options": {"fast_share": 0.3}},
+    "hotsplit, 30 % hot, no counts": {"kind": "hotsplit", "options": {"fast_share": 0.3, "counts": None}},
     "hotsplit, 60 % hot": {"kind": "hotsplit", "options": {"fast_share": 0.6}},
     "hotsplit, 100 % hot": {"kind": "hotsplit", "options": {"fast_share": 1.0}},
     "hotsplit, 30 % hot, dynamic": {
@@ -99,6 +100,7 @@ def bench(folder: Path, *, shape: ModelShape, settings: Settings, amounts: Amoun
                 "load_average_at_end": load_average(),
                 "run_s": round(time.perf_counter() - started, 1),
                 "disk_rows_bytes_per_s": rates,
+                "disk_read_ahead_bytes": read_ahead_bytes(files(folder)[0]),
             },
             "settings": asdict(settings) | asdict(amounts) | {"dyn_steps_of_the_dynamic_row": DYN_STEPS},
             "model": _model_facts(folder, shape=shape, counts=counts, traffic=traffic),
@@ -134,7 +136,7 @@ def _rounds(
             job = {
                 "kind": engine["kind"],
                 "folder": str(folder),
-                "options": {**engine["options"], "counts": str(counts)},
+                "options": {"counts": str(counts), **engine["options"]},
                 "traffic": traffic["traffic"],
                 "amounts": traffic["amounts"],
             }

@@ -180,9 +180,7 @@ def _regime(run: Run, loaded: Loaded, *, amounts: Amounts, is_cold: bool) -> dic
     """Prefill and decode in one regime, and what hotsplit counted meanwhile."""
     if is_cold:
         run.drop()
-        still_cached = cached_share(loaded.reads)
-    else:
-        still_cached = cached_share(loaded.reads) if loaded.reads else None
+    cached = cached_share(loaded.reads)
     prefill = run.prefill()
     number = amounts.cold_tokens if is_cold else amounts.warm_tokens
     run.decode(0, amounts.skipped_tokens, is_cold=is_cold)
@@ -190,7 +188,7 @@ def _regime(run: Run, loaded: Loaded, *, amounts: Amounts, is_cold: bool) -> dic
     tokens = run.decode(amounts.skipped_tokens, number, is_cold=is_cold)
     after = _counted(loaded.model)
     return {
-        "cached_share": still_cached,
+        "cached_share": cached,
         "prefill": asdict(prefill),
         "tokens": [asdict(cost) for cost in tokens],
         "counted": {name: after[name] - before[name] for name in after},
@@ -205,6 +203,7 @@ def _counted(model: Any) -> dict[str, int]:
     return {
         "pairs": seen.pairs["decode"],
         "hit_pairs": seen.hit_pairs["decode"],
+        # Of both phases: no prefill runs between two readings.
         "cold_bytes": seen.touched_cold_bytes,
         "swaps": seen.swaps_done,
     }

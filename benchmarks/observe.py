@@ -91,15 +91,15 @@ def warm_pages(files: Iterable[Path]) -> None:
                 pass
 
 
-def cached_share(files: Iterable[Path]) -> float:
-    """Share of the files' bytes that a read finds without waiting, from a sample of pages.
+def cached_share(files: Iterable[Path]) -> float | None:
+    """Share of the files' bytes that a read finds without waiting, from a sample of pages of each file.
 
     Args:
-        files: Any files.
+        files: Any files; None comes back for none.
     """
     dice = random.Random(0)
     found = [_is_cached(path, dice.randrange(path.stat().st_size)) for path in files for _ in range(64)]
-    return sum(found) / len(found) if found else 0.0
+    return round(sum(found) / len(found), 4) if found else None
 
 
 def disk_rate(path: Path, *, row_bytes: int, num_rows: int = 48) -> float | None:
@@ -129,6 +129,22 @@ def disk_rate(path: Path, *, row_bytes: int, num_rows: int = 48) -> float | None
         return None
     finally:
         os.close(handle)
+
+
+def read_ahead_bytes(path: Path) -> int | None:
+    """How much the kernel reads around a page fault on the file's disk: it decides what a plain mapping costs.
+
+    Args:
+        path: A file.
+    """
+    device = path.stat().st_dev
+    disk = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    for place in (disk, disk / ".."):  # a partition has no queue of its own
+        try:
+            return int((place / "queue" / "read_ahead_kb").read_text(encoding="ascii")) * 1024
+        except OSError:
+            continue
+    return None
 
 
 def _is_cached(path: Path, offset: int) -> bool:

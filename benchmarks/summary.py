@@ -59,7 +59,7 @@ def _row(name: str, *, found: Sequence[Found], reference: Found) -> dict[str, An
         "memory": memory,
         "claims": _claims(memory),
         "warm": _regime([one["warm"] for one in found]),
-        "cold": _regime([one["cold"] for one in found]) if found[0]["cold"] else None,
+        "cold": _cold([one["cold"] for one in found]) if found[0]["cold"] else None,
         "same_tokens_as_reference": all(one["answer"] == reference["answer"] for one in found),
         "same_logits_as_reference": all(one["logits_digest"] == reference["logits_digest"] for one in found),
         "updates": found[-1]["updates"],
@@ -99,6 +99,15 @@ def _regime(found: Sequence[Found]) -> dict[str, Any]:
         "swaps": counted.get("swaps"),
         "cached_share": found[0]["cached_share"],
     }
+
+
+def _cold(found: Sequence[Found]) -> dict[str, Any]:
+    """A cold regime, and whether it was one: does what the engine lacks really come from the disk, every time?"""
+    regime = _regime(found)
+    cold_bytes, read = regime["cold_bytes_per_token"], regime["read_bytes_per_token"]
+    # Without counters of its own an engine must read something; with them at least what they say, page by page.
+    is_dropped = None if cold_bytes == 0 else read > 0 if cold_bytes is None else read >= 0.95 * cold_bytes
+    return regime | {"reads_come_from_the_disk": is_dropped}
 
 
 def _median(one: Found, name: str) -> float:

@@ -11,7 +11,7 @@ from summary import GB
 from hotsplit.files import write_atomic
 
 MB = 10**6
-_YES = {True: "yes", False: "no"}
+_YES = {True: "yes", False: "no", None: "-"}
 Row = Mapping[str, Any]
 Columns = Mapping[str, Callable[[Row], str]]
 
@@ -40,6 +40,7 @@ def _speed(regime: str) -> Columns:
         "p10 to p90": lambda row: "{p10:.1f} to {p90:.1f}".format(**row[regime]["decode_wall_ms"]),
         "read MB/token": lambda row: f"{row[regime]['read_bytes_per_token'] / MB:.1f}",
         "cold MB/token": lambda row: _or_dash(row[regime]["cold_bytes_per_token"], lambda size: f"{size / MB:.1f}"),
+        **({"from disk": lambda row: _YES[row["cold"]["reads_come_from_the_disk"]]} if regime == "cold" else {}),
         "hit rate": lambda row: _or_dash(row[regime]["hit_rate"], lambda rate: f"{rate:.3f}"),
     }
 
@@ -114,7 +115,8 @@ def _where(result: Mapping[str, Any]) -> str:
     return (
         f"{where['date'][:10]}, commit {(where['commit'] or 'unknown')[:12]}: {where['cpu']}, {where['cores']} cores, "
         f"{where['ram_bytes'] / GB:.0f} GB RAM, Linux {where['kernel']}; Python {where['python']}, {packages}; "
-        f"{where['threads']} compute thread. Disk, direct reads of 3 MiB one after the other: {disk}. Load average "
+        f"{where['threads']} compute thread. Disk, direct reads of 3 MiB one after the other: {disk}; read-ahead "
+        f"{_or_dash(where['disk_read_ahead_bytes'], lambda size: f'{size // 1024} KiB')}. Load average "
         f"{where['load_average_at_start'][0]} at the start, {where['load_average_at_end'][0]} at the end."
     )
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hotsplit.version import __version__
+
 if TYPE_CHECKING:
     from hotsplit.config import HotsplitConfig
     from hotsplit.engines.transformers import load
@@ -35,8 +37,6 @@ if TYPE_CHECKING:
     from hotsplit.plan.dialects import load_histogram
     from hotsplit.plan.histogram import Histogram
     from hotsplit.plan.planfile import Plan, load_plan
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BankError",

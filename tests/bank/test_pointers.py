@@ -72,13 +72,13 @@ def test_hot_rows_start_aligned(tmp_path):
     assert all(start % 64 == 0 for start in starts)
 
 
-def test_hot_bytes_are_hot_and_spare_rows_rounded_up_to_pages(tmp_path):
+def test_hot_bytes_are_hot_and_spare_rows_and_nothing_else(tmp_path):
     source = toy_source(tmp_path)
     row = source.layouts[0].num_bytes
-    assert -(-(2 + 1 + 1 + 1) * row // mmap.PAGESIZE) * mmap.PAGESIZE == build(source, [(2, 0), (3,)])[0].hot_bytes
+    assert (2 + 1 + 1 + 1) * row == build(source, [(2, 0), (3,)])[0].hot_bytes
     many = toy_source(tmp_path, num_experts=40)
     rows = build(many, [tuple(range(40)), tuple(range(39))], dynamic=False)[0]
-    assert -(-79 * row // mmap.PAGESIZE) * mmap.PAGESIZE == rows.hot_bytes
+    assert 79 * row == rows.hot_bytes
 
 
 def test_filling_a_spare_row_leaves_its_neighbours_as_they_are(tmp_path):

@@ -102,7 +102,7 @@ class Live:
         self._baseline = router.counters.copy()
         self._swaps_before = SwapTotals()
         self._failures_in_a_row = 0
-        self._failed_now = False
+        self._failed_now = self._succeeded_now = False
         self._cost_s = 0.0
         self.swaps = SwapTotals()
         """Since the start."""
@@ -159,6 +159,7 @@ class Live:
 
     def _publish(self, swapper: Swapper) -> None:
         result = swapper.tick()
+        self._succeeded_now |= bool(result.published)
         for swap in result.published:
             if self._rebalancer is not None:
                 self._rebalancer.published(swap)
@@ -186,9 +187,10 @@ class Live:
 
     def _propose(self) -> None:
         """Score the window and ask for swaps."""
-        if not self._failed_now:
+        # Only a swap that went through forgives: an update that finds its layers busy has tried nothing.
+        if self._succeeded_now and not self._failed_now:
             self._failures_in_a_row = 0
-        self._failed_now = False
+        self._failed_now = self._succeeded_now = False
         self.num_updates += 1
         if self._swapper is None or self._rebalancer is None:
             return

@@ -19,7 +19,7 @@ import torch
 
 from hotsplit.bank.direct import DirectReader
 from hotsplit.bank.rows import LayerRows
-from hotsplit.bank.source import ExpertSource, RowTensor, Span
+from hotsplit.bank.source import ExpertSource, Span
 from hotsplit.errors import BankError
 
 RowTensors = Mapping[str, torch.Tensor]
@@ -43,6 +43,7 @@ class PointerRows:
         self._arena = _arena(self._starts[-1])
         self._maps = [_map_file(path) for path in source.files]
         self._views: dict[tuple[int, int], RowTensors] = {}
+        self._is_closed = False
 
     @property
     def hot_bytes(self) -> int:
@@ -59,6 +60,7 @@ class PointerRows:
         key = (layer_id, row)
         if key in self._views:
             return self._views[key]
+        self._require_open()
         if self.is_hot(layer_id, row):
             tensors: RowTensors = self._hot_views(layer_id, row)
             self._views[key] = tensors
@@ -84,6 +86,7 @@ class PointerRows:
             layer_id: Ordinal among MoE layers.
             rows: Cold row numbers.
         """
+        self._require_open()
         first_cold = self._layers[layer_id].first_cold
         for row in rows:
             for span in _joined(self._source.spans(layer_id, row - first_cold)):
@@ -105,6 +108,7 @@ class PointerRows:
         Raises:
             BankError: A read failed; the row holds no expert then.
         """
+        self._require_open()
         if not self.is_hot(layer_id, row):
             raise BankError(f"layer {layer_id}, row {row}", got="a cold row", wanted="a hot or spare row")
         start = self._starts[layer_id] + row * self._source.layouts[layer_id].num_bytes
@@ -131,9 +135,14 @@ class PointerRows:
 
     def close(self) -> None:
         """Let go of arena and files; views that a caller still holds keep their memory until they go."""
+        self._is_closed = True
         self._views.clear()
         self._maps = []
         self._arena = mmap.mmap(-1, mmap.PAGESIZE)
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise BankError("the banks are closed", do="load the model again")
 
     def _hot_views(self, layer_id: int, row: int) -> RowTensors:
         layout = self._source.layouts[layer_id]
@@ -214,6 +223,3 @@ def _follows(first: Span, second: Span) -> bool:
         and first.offset + first.num_bytes == second.offset
         and first.row_offset + first.num_bytes == second.row_offset
     )
-
-
-__all__ = ["PointerRows", "RowTensor", "RowTensors"]

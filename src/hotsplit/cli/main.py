@@ -7,8 +7,8 @@ import sys
 
 import click
 
-from hotsplit import __version__
 from hotsplit.errors import HotsplitError
+from hotsplit.version import __version__
 
 _COMMANDS = {
     "demo": "Profile, plan and run the bundled model: the whole job in two minutes.",

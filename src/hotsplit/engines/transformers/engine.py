@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hotsplit import __version__
 from hotsplit.bank.banks import Banks
 from hotsplit.bank.live import Update
 from hotsplit.bank.route import PHASES
@@ -30,6 +29,7 @@ from hotsplit.plan.histogram import Histogram, PhaseCounts
 from hotsplit.plan.learned import carry_on, save_learned
 from hotsplit.plan.planfile import Plan, plan_hash
 from hotsplit.plan.sizes import ExpertSizes
+from hotsplit.version import __version__
 
 logger = logging.getLogger(__name__)
 

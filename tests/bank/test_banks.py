@@ -95,6 +95,37 @@ def test_every_placement_gives_the_stock_loops_bits(make, source, hot, dynamic):
         step(banks, source, seed=seed)
 
 
+def test_every_layer_asks_for_exactly_its_cold_rows_before_it_touches_any_and_takes_hot_ones_first(
+    make, source, monkeypatch
+):
+    banks, log = make(dynamic=False), []
+    ask, tensors = PointerRows.ask, PointerRows.tensors
+
+    def spy_ask(rows, layer_id, wanted):
+        wanted = list(wanted)
+        log.append(("ask", layer_id, wanted))
+        ask(rows, layer_id, wanted)
+
+    def spy_tensors(rows, layer_id, row):
+        log.append(("hot" if rows.is_hot(layer_id, row) else "cold", layer_id, row))
+        return tensors(rows, layer_id, row)
+
+    monkeypatch.setattr(PointerRows, "ask", spy_ask)
+    monkeypatch.setattr(PointerRows, "tensors", spy_tensors)
+    step(banks, source, favourite=0)
+    # Experts 0 and 1 are routed: 0 is hot in layer 0, 1 is hot in layer 1.
+    row_map = banks.router.row_map.tolist()
+    cold = (row_map[0][1], row_map[1][0])
+    assert [
+        ("ask", 0, [cold[0]]),
+        ("hot", 0, row_map[0][0]),
+        ("cold", 0, cold[0]),
+        ("ask", 1, [cold[1]]),
+        ("hot", 1, row_map[1][1]),
+        ("cold", 1, cold[1]),
+    ] == log
+
+
 def test_swaps_that_follow_the_traffic_change_no_bit(make, source):
     banks = make(dyn_steps=1)
     for seed in range(60):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotsplit.bank.kernels import exact as kernel
-from hotsplit.bank.kernels.exact import ExpertMath, exact
+from hotsplit.bank.kernels.exact import ExpertMath
 
 E, D, F = 6, 16, 8
 
@@ -19,8 +19,10 @@ class Bank:
     def __init__(self, weights, *, hot, log=None):
         self.weights, self.hot, self.log = weights, set(hot), [] if log is None else log
 
-    def row_of(self, expert):
-        return expert if expert in self.hot else expert + 10
+    def rows_of(self, ids):
+        """What the route op would say; sentinels stay as they are."""
+        rows = torch.tensor([expert if expert in self.hot else expert + 10 for expert in range(E)])
+        return torch.where((ids >= 0) & (ids < E), rows[ids.clamp(0, E - 1)], ids)
 
     def is_hot(self, row):
         return row < 10
@@ -31,6 +33,12 @@ class Bank:
 
     def ask(self, rows):
         self.log.append(("ask", [row - 10 for row in rows]))
+
+
+def exact(hidden, *, topk_ids, topk_weights, bank, math):
+    return kernel.exact(
+        hidden, topk_ids=topk_ids, topk_weights=topk_weights, row_ids=bank.rows_of(topk_ids), bank=bank, math=math
+    )
 
 
 def weights_of(dtype, *, seed=0):

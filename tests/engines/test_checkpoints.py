@@ -79,7 +79,7 @@ def test_block_fp8_rows_take_a_byte_per_weight(checkpoint, load):
     # Gate and up behind one another, their 2 x 2 x 1 scales, down, its scales: each tensor starts on a cache line.
     row = weights + 64 + 64
     assert [row] * 2 == model.hotsplit.sizes.row_bytes.tolist()
-    assert -(-2 * E * row // 4096) * 4096 == model.hotsplit.banks.hot_bytes
+    assert 2 * E * row == model.hotsplit.banks.hot_bytes
     assert weights * 2 <= load(checkpoint("qwen3_moe"), hot=1.0, dynamic=False).hotsplit.sizes.row_bytes[0]
 
 
@@ -180,7 +180,7 @@ def test_preparing_one_expert_equals_transformers_operation_on_all(operation):
     ((_, expected),) = operation.convert({"a": whole}, source_patterns=["a"], target_patterns=["b"]).items()
     conversion = _conversion(converter(operation), stored=stored_as(*whole.shape), shape=tuple(expected.shape))
     layer = ExpertsLayer(path="x", decoder_index=0, parameters={"w": (tuple(expected.shape), torch.bfloat16)})
-    prepare = preparer(layer, conversions={"w": conversion})
+    prepare = preparer(layer, layout=tiny.layout_of({"w": (6, 4)}), conversions={"w": conversion})
     for expert in range(E):
         got = prepare({"w": whole[expert]})["w"]
         assert torch.equal(expected[expert], got)
@@ -190,7 +190,22 @@ def test_preparing_one_expert_equals_transformers_operation_on_all(operation):
 def test_a_plain_conversion_copies_nothing():
     layer = ExpertsLayer(path="x", decoder_index=0, parameters={"w": ((E, 6, 4), torch.bfloat16)})
     weight = torch.zeros(6, 4, dtype=torch.bfloat16)
-    assert weight.data_ptr() == preparer(layer, conversions={"w": Conversion()})({"w": weight})["w"].data_ptr()
+    prepare = preparer(layer, layout=tiny.layout_of({"w": (6, 4)}), conversions={"w": Conversion()})
+    assert weight.data_ptr() == prepare({"w": weight})["w"].data_ptr()
+
+
+@pytest.mark.parametrize("phase", [0, 24])
+def test_a_float32_weight_is_computed_with_where_the_stock_engine_has_it(phase):
+    """torch's product of one token rounds with the weight's address."""
+    layer = ExpertsLayer(path="x", decoder_index=0, parameters={"w": ((E, 6, 4), torch.float32)})
+    layout = tiny.layout_of({"w": (6, 4)}, dtype=torch.float32, phase=phase)
+    prepare = preparer(layer, layout=layout, conversions={"w": Conversion()})
+    for shift in (0, 2, 6):
+        weight = torch.randn(24 + shift)[shift:].view(6, 4)
+        got = prepare({"w": weight})["w"]
+        assert torch.equal(weight, got)
+        assert phase == got.data_ptr() % 64
+        assert (weight.data_ptr() % 64 == phase) == (got.data_ptr() == weight.data_ptr())
 
 
 @pytest.mark.parametrize("hot", [0.0, 0.5, 1.0])
@@ -230,7 +245,8 @@ def test_every_expert_of_every_layer_has_the_stock_models_parameters(checkpoint,
     model, stock = load(folder, hot=0.5, dynamic=False), tiny.stock(folder)
     source = model.hotsplit.banks._source
     for layer_id, layer in enumerate(source.layers):
-        module, prepare = stock.get_submodule(layer.path), preparer(layer, conversions=source.conversions)
+        module = stock.get_submodule(layer.path)
+        prepare = preparer(layer, layout=source.layouts[layer_id], conversions=source.conversions)
         names = {name for name, _ in module.named_parameters(recurse=False)}
         assert set(layer.parameters) <= names
         for expert in range(E):

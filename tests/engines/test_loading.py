@@ -103,8 +103,10 @@ def test_a_stock_model_made_in_another_thread_meanwhile_keeps_its_experts(checkp
 
 def test_another_threads_load_of_a_model_that_fits_keeps_its_experts(checkpoint, context):
     folder = checkpoint("qwen3_moe")
-    with context(), ThreadPoolExecutor(max_workers=1) as other:
-        model = other.submit(hotsplit.load, folder, hot_gib=1).result()
+    with ThreadPoolExecutor(max_workers=1) as other:
+        with context():
+            waiting = other.submit(hotsplit.load, folder, hot_gib=1)
+        model = waiting.result()
     stock = transformers.Qwen3MoeForCausalLM.from_pretrained(folder).eval()
     assert [True] * 3 == same(tiny.play(stock), tiny.play(model))
 
@@ -127,6 +129,7 @@ def test_loads_in_several_threads_at_once_all_equal_stock(checkpoint, expected, 
     folders = [checkpoint(name) for name in names]
     wanted = [expected(folder) for folder in folders]
     start = threading.Barrier(len(folders))
+    before = (patched_state(), torch.get_default_dtype())
 
     def run(number):
         start.wait()
@@ -141,7 +144,7 @@ def test_loads_in_several_threads_at_once_all_equal_stock(checkpoint, expected, 
     with ThreadPoolExecutor(max_workers=len(folders)) as pool:
         got = list(pool.map(run, range(len(folders))))
     assert [[True] * 3] * len(folders) == [same(*pair) for pair in zip(wanted, got, strict=True)]
-    assert patched_state()[1] == ("_keys_to_ignore_on_load_unexpected" in vars(transformers.Qwen3MoeForCausalLM))
+    assert before == (patched_state(), torch.get_default_dtype()), "transformers changes the default type for a load"
 
 
 def test_the_model_holds_no_routed_expert(checkpoint, load):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 
+from engines import tiny
 from hotsplit.engines.transformers.index import Conversion, ExpertsLayer
 from hotsplit.engines.transformers.mathematics import Precision, preparer, prove
 from hotsplit.errors import UnsupportedEngineError
@@ -62,7 +63,8 @@ def prove_it(kind, *, dtype=torch.bfloat16):
     layer = ExpertsLayer(
         path="x", decoder_index=0, parameters={name: ((E, *shape), dtype) for name, shape in shapes.items()}
     )
-    prepare = preparer(layer, conversions=dict.fromkeys(shapes, Conversion()))
+    layout = tiny.layout_of(shapes, dtype=dtype)
+    prepare = preparer(layer, layout=layout, conversions=dict.fromkeys(shapes, Conversion()))
     return prove(kind(), prepare=prepare, read=rows.__getitem__, num_experts=E, hidden_dim=D)
 
 
@@ -90,7 +92,6 @@ def test_in_float32_the_ways_are_one():
     "stock",
     [
         {"dtype": "hidden", "order": "descending"},
-        {"dtype": torch.float64, "compute": torch.float64},
         {"dtype": torch.float16},
         {"dtype": "hidden", "scale": 1.01},
         {"dtype": "hidden", "compute": torch.float32},
@@ -103,9 +104,21 @@ def test_a_module_that_computes_otherwise_is_refused(stock):
 
 def test_a_flag_that_lies_is_noticed():
     kind = experts_class(dtype="hidden")
-    kind.has_gate = True
-    kind._apply_gate = lambda self, gate_up: self.act_fn(gate_up.chunk(2, dim=-1)[1]) * gate_up.chunk(2, dim=-1)[0]
-    assert Precision(accumulate="hidden") == prove_it(kind), "both sides use the module's own gate"
-    kind.has_post_expert_norm, kind.post_expert_norm = True, torch.nn.RMSNorm(D, dtype=torch.bfloat16)
+    kind.has_post_expert_norm, kind.post_expert_norm = True, torch.nn.Softsign()
     with pytest.raises(UnsupportedEngineError, match="wanted equality to the bit"):
         prove_it(kind)
+
+
+def test_the_modules_own_gate_is_used():
+    kind = experts_class(dtype="hidden")
+    kind._apply_gate = lambda self, gate_up: self.act_fn(gate_up[:, 1::2]) * gate_up[:, ::2]
+    assert Precision(accumulate="hidden") == prove_it(kind)
+
+
+def test_the_proof_does_not_depend_on_the_process_wide_default_type():
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        assert Precision(accumulate=None) == prove_it(experts_class(dtype="weights"))
+    finally:
+        torch.set_default_dtype(before)

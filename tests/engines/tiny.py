@@ -13,6 +13,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from hotsplit.bank.source import RowLayout, RowTensor, align
+
 VOCABULARY = 128
 HIDDEN = 64
 
@@ -262,3 +264,12 @@ def routers_watched(model: Any) -> Iterator[list[tuple[int, torch.Tensor]]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def layout_of(shapes, *, dtype=torch.bfloat16, phase=0):
+    """A row of these tensors, each at the same place within a cache line."""
+    tensors, offset = [], 0
+    for name, shape in shapes.items():
+        tensors.append(RowTensor(name=name, offset=offset + phase, dtype=dtype, shape=tuple(shape)))
+        offset = align(offset + phase + tensors[-1].num_bytes)
+    return RowLayout(tensors=tuple(tensors))

@@ -141,10 +141,15 @@ class Banks:
         is_padding = self._is_padding
         if is_padding is not None and is_padding.numel() != topk_ids.shape[0]:
             is_padding = None
-        self.router.route(layer_id, topk_ids, is_padding=is_padding, phase=self._phase, step=self._step)
-        bank = _LayerView(self.rows, layer_id=layer_id, row_map=self.router.row_map[layer_id].tolist())
+        row_ids = self.router.route(layer_id, topk_ids, is_padding=is_padding, phase=self._phase, step=self._step)
+        bank = _LayerView(self.rows, layer_id=layer_id)
         return self._kernel(
-            hidden_states, topk_ids=topk_ids, topk_weights=topk_weights, bank=bank, math=self._maths[layer_id]
+            hidden_states,
+            topk_ids=topk_ids,
+            topk_weights=topk_weights,
+            row_ids=row_ids,
+            bank=bank,
+            math=self._maths[layer_id],
         )
 
     def tick(self) -> None:
@@ -167,11 +172,8 @@ class Banks:
 class _LayerView:
     """The rows of one layer, as a kernel sees them (a LayerBank)."""
 
-    def __init__(self, rows: PointerRows, *, layer_id: int, row_map: list[int]) -> None:
-        self._rows, self._layer_id, self._row_map = rows, layer_id, row_map
-
-    def row_of(self, expert: int) -> int:
-        return self._row_map[expert]
+    def __init__(self, rows: PointerRows, *, layer_id: int) -> None:
+        self._rows, self._layer_id = rows, layer_id
 
     def is_hot(self, row: int) -> bool:
         return self._rows.is_hot(self._layer_id, row)

@@ -48,7 +48,7 @@ class PointerRows:
     @property
     def hot_bytes(self) -> int:
         """Bytes of the arena: hot and spare rows. The kernel rounds it up to a page: under 4 KiB per rank."""
-        return len(self._arena)
+        return self._starts[-1]
 
     def tensors(self, layer_id: int, row: int) -> RowTensors:
         """The tensors of one row, by name; views wherever the bytes lie together.

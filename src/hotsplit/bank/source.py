@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 ROW_ALIGN = 64
-"""Bytes; every tensor of a row starts on a cache line."""
+"""Bytes of a cache line; rows start on one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,8 @@ class RowTensor:
     name: str
     """What the engine calls it: "gate_up_proj", "down_proj", "gate_up_proj.scale"."""
     offset: int
-    """First byte in the row, a multiple of ROW_ALIGN."""
+    """First byte in the row. Modulo ROW_ALIGN it is what the stock engine's own tensor has: some matrix products round
+    differently with the address of the weight."""
     dtype: torch.dtype
     """As stored, not as computed with: block-FP8 stays FP8."""
     shape: tuple[int, ...]

@@ -21,11 +21,13 @@ from rich.table import Table
 
 from hotsplit.notices import Notice
 
-_WIDTH_OF_A_FILE = 160
+_WIDTH = 1000
+"""Wider than any table: a terminal wraps what is too long for it, and nothing is cut off."""
 
-out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE)
+# What is printed is data (file names, texts, domains): no markup and no :emoji: codes are read out of it.
+out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False, width=_WIDTH)
 """Results."""
-err = Console(stderr=True, highlight=False, soft_wrap=True, width=None if sys.stderr.isatty() else _WIDTH_OF_A_FILE)
+err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 """Notes, warnings, progress."""
 
 
@@ -52,20 +54,21 @@ def note(text: str) -> None:
     """A line on stderr, plain text.
 
     Args:
-        text: Without markup.
+        text: Printed as it is.
     """
-    err.print(text, markup=False)
+    err.print(text)
 
 
 def table(title: str, *, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """A plain aligned table on stdout: text left, numbers right.
 
     Args:
-        title: Above it.
+        title: On a line of its own above it; empty for none but the line.
         columns: Headings; the first column is text.
         rows: Cells as text.
     """
-    grid = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    out.print(title, style="bold")
+    grid = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for i, column in enumerate(columns):
         grid.add_column(column, justify="left" if i == 0 else "right", header_style="dim", no_wrap=True)
     for row in rows:

@@ -6,6 +6,7 @@ import click
 
 from hotsplit.cli import console
 from hotsplit.cli.options import json_option
+from hotsplit.errors import EngineError
 
 
 @click.command("demo")
@@ -20,4 +21,4 @@ def command(as_json: bool) -> None:
     if as_json:
         console.print_json(results)
     if not results["static"]["identical"]:
-        raise click.exceptions.Exit(1)
+        raise EngineError("the demo", got="static mode whose tokens differ from stock", do="report this bug")

@@ -137,9 +137,7 @@ class Demonstration:
         served = model.hotsplit.snapshot()
         model.hotsplit.close()
         console.table("", columns=["prompt", "tokens", "identical to stock", "hit rate"], rows=rows)
-        console.out.print(
-            f"First words of one (the model is a routing fixture: it makes no sense): {sample[:60]!r}", markup=False
-        )
+        console.out.print(f"First words of one (the model is a routing fixture: it makes no sense): {sample[:60]!r}")
         pairs = sum(served.pairs.values())
         return {"identical": identical, "hit_rate": round(sum(served.hit_pairs.values()) / pairs, 4)}
 
@@ -150,14 +148,14 @@ class Demonstration:
         cadence = (
             f"{name.replace('_', '-')} {value:g} [{getattr(default, name):g}]" for name, value in CADENCE.items()
         )
-        console.out.print(f"Cadence for so short a run, the default in brackets: {', '.join(cadence)}", markup=False)
+        console.out.print(f"Cadence for so short a run, the default in brackets: {', '.join(cadence)}")
         counts = self._scratch / "from.json"
         save_histogram(self._count(self._train[FROM_DOMAIN], f"profiling {FROM_DOMAIN}"), counts)
         hot_gib = self._sizes.expert_bytes * HOT_SHARE / GIB
         model = load(self._folder, hot_gib=hot_gib, counts=str(counts), **CADENCE, **self._quiet())
         updates: list[Update] = []
         model.hotsplit.banks.live.on_update.append(updates.append)
-        model.hotsplit.banks.live.on_update.append(lambda update: console.out.print(f"  {update.line}", markup=False))
+        model.hotsplit.banks.live.on_update.append(lambda update: console.out.print(f"  {update.line}"))
         console.out.print(f"{FROM_DOMAIN}, which the plan was made from:")
         self._play(model, self._test[FROM_DOMAIN], num_windows=_WINDOWS_BEFORE)
         console.out.print(f"{TO_DOMAIN} from here on:")
@@ -223,7 +221,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _heading(text: str) -> None:
-    console.out.print(f"\n[bold]{text}[/bold]")
+    console.out.print(f"\n{text}", style="bold")
 
 
 def _all(halves: dict[str, list[Prompt]]) -> list[Prompt]:

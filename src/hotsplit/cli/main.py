@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 
 import click
@@ -50,10 +51,11 @@ def group() -> None:
 
 def main() -> None:
     """Run a command; an error is one line on stderr and the exit code of its class."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A text that took minutes is printed, whatever the terminal can spell.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         group.main(standalone_mode=False)
-    except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
@@ -65,9 +67,8 @@ def main() -> None:
         if error.name is None or error.name.split(".")[0] not in ("torch", "transformers", "accelerate"):
             raise
         _fail(f"{error.name} is not installed; pip install 'hotsplit[transformers]'", code=1)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(0)
+    except OSError as error:
+        _fail(f"{error.filename or 'the system'}: got {(error.strerror or str(error)).lower()}", code=1)
 
 
 def _fail(text: str, *, code: int) -> None:

@@ -12,6 +12,9 @@ from hotsplit.config import HotsplitConfig, settings
 
 Command = Callable[..., Any]
 
+SEED = click.IntRange(min=0, max=2**32 - 1)
+"""What every source of random numbers takes."""
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 force_option = click.option("--force", is_flag=True, help="Use a plan or histogram of another model all the same.")
 
@@ -27,7 +30,7 @@ def setting_options(*names: str) -> Callable[[Command], Command]:
     def decorate(command: Command) -> Command:
         for info in reversed(infos):
             default = f" (default {info.default})" if info.default else ""
-            text = f"{info.meaning} {info.values[:1].upper()}{info.values[1:]}{default}; {info.variable}."
+            text = f"{info.meaning} Value: {info.values}{default}; {info.variable}."
             command = click.option(info.option, f"setting_{info.name}", metavar="VALUE", help=text)(command)
         return command
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from hotsplit.cli import console
-from hotsplit.cli.options import config_from, json_option, setting_options
+from hotsplit.cli.options import SEED, config_from, json_option, setting_options
 from hotsplit.cli.views import histogram_json, print_histogram
 
 
@@ -30,7 +30,7 @@ from hotsplit.cli.views import histogram_json, print_histogram
 @click.option("--max-prompts", type=int, default=32, show_default=True, help="Prompts per file, spread over it.")
 @click.option("--batch-size", type=int, default=8, show_default=True, help="Prompts computed at once.")
 @click.option("--temperature", type=float, default=0.8, show_default=True, help="Of sampling; 0 decodes greedily.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of sampling.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Of sampling.")
 @setting_options("hot_gib", "vram_reserve_gib", "counts", "plan", "kernel")
 @json_option
 def command(

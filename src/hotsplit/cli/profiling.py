@@ -7,12 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import transformers
+
 from hotsplit.cli import console
+from hotsplit.cli.work import require_writable
 from hotsplit.config import HotsplitConfig
 from hotsplit.engines.transformers.load import load_with
 from hotsplit.engines.transformers.profile import ProfileOptions, play
 from hotsplit.engines.transformers.resolve import load_tokenizer, model_folder
 from hotsplit.engines.transformers.traffic import read_prompts
+from hotsplit.errors import ConfigError
 from hotsplit.plan.histogram import Histogram, save_histogram
 from hotsplit.plan.trace import save_trace
 
@@ -45,6 +49,9 @@ def profile(task: ProfileTask) -> Histogram:
         HotsplitError: An input is wrong; nothing was written.
     """
     options = ProfileOptions(**task.options)
+    _require_places(task)
+    if task.config.enable is False:
+        raise ConfigError("HOTSPLIT_ENABLE", got="0", wanted="hotsplit on, since its banks count", do="leave it out")
     folder = model_folder(task.model)
     tokenizer = load_tokenizer(folder)
     prompts = read_prompts(
@@ -52,6 +59,7 @@ def profile(task: ProfileTask) -> Histogram:
     )
     # A profile is a measurement: the hot set stands still and nothing of it is learned.
     config = replace(task.config, dynamic=False, learned="ignore")
+    transformers.utils.logging.disable_progress_bar()  # ours is on the screen
     with console.progress("loading") as loading:
         model = load_with(folder, config=config, run_when_fits=True, on_progress=loading)
     with console.progress(f"playing {len(prompts)} prompts") as playing:
@@ -62,3 +70,13 @@ def profile(task: ProfileTask) -> Histogram:
         save_trace(trace, task.trace)
     model.hotsplit.close()
     return histogram
+
+
+def _require_places(task: ProfileTask) -> None:
+    """Before the long work: both files can be written, and are two."""
+    require_writable(task.output)
+    if task.trace is None:
+        return
+    require_writable(task.trace)
+    if task.trace.absolute() == task.output.absolute():
+        raise ConfigError("--trace", got=f"{task.trace}, as --output", wanted="another file", do="name one")

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from hotsplit.cli import console
-from hotsplit.cli.options import config_from, force_option, json_option, setting_options
+from hotsplit.cli.options import SEED, config_from, force_option, json_option, setting_options
 
 
 @click.command("run")
@@ -16,7 +16,7 @@ from hotsplit.cli.options import config_from, force_option, json_option, setting
 @click.option("--chat", is_flag=True, help="Put the prompt through the model's chat template.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens to generate.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 decodes greedily.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of sampling.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Of sampling.")
 @setting_options(
     "hot_gib",
     "dynamic",

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 
 from hotsplit.cli import console
 from hotsplit.config import HotsplitConfig
 from hotsplit.engines.transformers.load import load_with
 from hotsplit.engines.transformers.resolve import load_tokenizer, model_folder
+from hotsplit.engines.transformers.traffic import is_encodable
 from hotsplit.errors import ConfigError
+
+_NUMBERS = (
+    "hit_rate",
+    "byte_hit_rate",
+    "hot_experts",
+    "experts",
+    "hot_bytes",
+    "swaps",
+    "updates",
+    "plan_hash",
+    "mode",
+)
+"""What a run with banks tells; a stock run has the same keys, with nothing to tell."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +52,11 @@ class RunTask:
     force: bool
     """Use a plan or histogram of another model all the same."""
 
+    def __post_init__(self) -> None:
+        """Check what click lets through."""
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError("--temperature", got=str(self.temperature), wanted="a finite number >= 0")
+
 
 def run(task: RunTask) -> dict[str, Any]:
     """Generate, and say what it took.
@@ -49,6 +70,7 @@ def run(task: RunTask) -> dict[str, Any]:
     folder = model_folder(task.model)
     tokenizer = load_tokenizer(folder)
     ids = _prompt_ids(task, tokenizer)
+    transformers.utils.logging.disable_progress_bar()  # ours is on the screen
     with console.progress("loading") as loading:
         model = load_with(folder, config=task.config, force=task.force, on_progress=loading)
     started = time.perf_counter()
@@ -59,7 +81,7 @@ def run(task: RunTask) -> dict[str, Any]:
         "prompt_tokens": ids.shape[1],
         "new_tokens": len(new_ids),
         "seconds": seconds,
-        "hit_rate": None,
+        **dict.fromkeys(_NUMBERS),
     }
     engine = getattr(model, "hotsplit", None)
     if engine is not None:
@@ -69,6 +91,8 @@ def run(task: RunTask) -> dict[str, Any]:
 
 
 def _prompt_ids(task: RunTask, tokenizer: Any) -> torch.Tensor:
+    if not is_encodable(task.prompt):
+        raise ConfigError("--prompt", got="bytes that are no UTF-8", wanted="text")
     if task.chat and not tokenizer.chat_template:
         raise ConfigError("--chat", got="a model without a chat template", do="leave --chat out")
     if task.chat:
@@ -99,14 +123,15 @@ def _numbers(engine: Any) -> dict[str, Any]:
     pairs, hits = sum(snapshot.pairs.values()), sum(snapshot.hit_pairs.values())
     touched = snapshot.touched_hot_bytes + snapshot.touched_cold_bytes
     hot = engine.banks.router.hot_mask()
-    return {
-        "hit_rate": hits / pairs if pairs else None,
-        "byte_hit_rate": snapshot.touched_hot_bytes / touched if touched else None,
-        "hot_experts": int(hot.sum()),
-        "experts": int(hot.size),
-        "hot_bytes": snapshot.hot_bytes,
-        "swaps": snapshot.swaps_done,
-        "updates": engine.updates,
-        "plan_hash": snapshot.plan_hash,
-        "mode": snapshot.mode,
-    }
+    values = (
+        hits / pairs if pairs else None,
+        snapshot.touched_hot_bytes / touched if touched else None,
+        int(hot.sum()),
+        int(hot.size),
+        snapshot.hot_bytes,
+        snapshot.swaps_done,
+        engine.updates,
+        snapshot.plan_hash,
+        snapshot.mode,
+    )
+    return dict(zip(_NUMBERS, values, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import click
 import numpy as np
 import numpy.typing as npt
 
@@ -225,7 +226,7 @@ def print_run(result: dict[str, Any]) -> None:
     Args:
         result: From `hotsplit run`.
     """
-    console.out.print(result["text"], markup=False)
+    click.echo(result["text"])  # as the model wrote it: a console would turn its tabs into blanks
     speed = f"{result['new_tokens']} tokens in {result['seconds']:.1f} s"
     if result["hit_rate"] is None:
         console.note(speed)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from hotsplit.config import HotsplitConfig
-from hotsplit.errors import BudgetError, ConfigError, HistogramError
+from hotsplit.errors import BudgetError, ConfigError, HistogramError, HotsplitError
 from hotsplit.files import read_json
 from hotsplit.host.budget import default_hot_bytes
 from hotsplit.notices import Notice, enforce
@@ -19,7 +22,7 @@ from hotsplit.plan.histogram import Histogram
 from hotsplit.plan.planfile import FORMAT as PLAN_FORMAT
 from hotsplit.plan.planfile import Plan, load_plan, save_plan
 from hotsplit.plan.planner import PlanOptions, make_plan, plan_fraction
-from hotsplit.plan.sizes import ExpertSizes, expert_sizes
+from hotsplit.plan.sizes import ExpertSizes, expert_sizes, left_out
 from hotsplit.plan.trace import Trace, histogram_of, load_trace
 from hotsplit.units import gib
 
@@ -86,6 +89,7 @@ def make_plan_for(task: PlanTask) -> PlanResult:
     test, said = _histogram(task.test, sizes=sizes, task=task)
     notices += said
     enforce(notices, strict=task.config.strict, error=HistogramError)
+    notices += [] if sizes is None else left_out(sizes)
     options = PlanOptions(
         dynamic=task.config.dynamic,
         objective=task.config.objective,
@@ -146,6 +150,26 @@ def _budget(task: PlanTask, sizes: ExpertSizes, notices: list[Notice]) -> int:
     text = f"no --hot-gib: planning for {gib(budget)}, what this machine has free beside reserve and dense weights"
     notices.append(Notice(name="default-budget", text=text, strict=False))
     return budget
+
+
+def require_writable(path: Path) -> None:
+    """Refuse a place that cannot be written, before long work rather than after it.
+
+    Args:
+        path: File to be; missing folders are made when it is written.
+
+    Raises:
+        HotsplitError: It cannot be written.
+    """
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise HotsplitError(f"cannot write {path}", got=reason, do="choose another place", path=path) from error
 
 
 def open_any(name: str) -> Opened:

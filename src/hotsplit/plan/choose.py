@@ -18,12 +18,12 @@ from hotsplit.errors import BudgetError, HistogramError, PlanError, PlanMismatch
 from hotsplit.notices import Notice, enforce
 from hotsplit.plan.dialects import load_histogram
 from hotsplit.plan.evaluate import hit_rate
-from hotsplit.plan.histogram import Histogram, planning_counts
+from hotsplit.plan.histogram import Histogram, planning_counts, validate
 from hotsplit.plan.identity import require_same
 from hotsplit.plan.learned import choose_counts, load_learned
 from hotsplit.plan.planfile import Plan, load_plan, require_plan_for
 from hotsplit.plan.planner import PlanOptions, make_plan
-from hotsplit.plan.sizes import ExpertSizes
+from hotsplit.plan.sizes import ExpertSizes, left_out
 from hotsplit.units import gib
 
 
@@ -91,7 +91,13 @@ def read_counts(name: str | None, *, sizes: ExpertSizes, force: bool = False) ->
             got="other layers or another number of experts",
             do="--force cannot help here: make one for this model",
         )
-    return replace(histogram, identity=mine), notices
+    if theirs.top_k not in (None, mine.top_k):
+        # Forced: another number of experts per token stands behind these tokens.
+        phases = {phase: replace(counted, tokens=None) for phase, counted in histogram.phases.items()}
+        histogram = replace(histogram, phases=phases)
+    histogram = replace(histogram, identity=mine)
+    validate(histogram, what=what)  # once more, now that the number of experts per token is known
+    return histogram, notices
 
 
 def choose_plan(sizes: ExpertSizes, *, request: PlanRequest) -> PlanChoice:
@@ -106,6 +112,7 @@ def choose_plan(sizes: ExpertSizes, *, request: PlanRequest) -> PlanChoice:
     """
     reference, notices = read_counts(request.counts, sizes=sizes, force=request.force)
     enforce(notices, strict=request.options.strict, error=HistogramError)
+    notices += left_out(sizes)
     learned = None
     if request.state_dir is not None:
         learned, said = load_learned(request.state_dir, sizes.identity, quantisation=sizes.quantisation)
@@ -132,6 +139,12 @@ def _given(request: PlanRequest, *, sizes: ExpertSizes) -> tuple[Plan, list[Noti
         raise PlanError("no plan file")
     plan = load_plan(path)
     notices = require_plan_for(plan, sizes, force=request.force)
+    if len(plan.stages) > 1:
+        raise PlanMismatchError(
+            f"plan {path} was made for several pipeline stages",
+            got=f"pp is {plan.identity.pp}, not 1",
+            do="make one without --pp",
+        )
     budget = plan.stages[0].budget_bytes
     has_model = plan.identity.headers_hash is not None
     if request.is_budget_given and has_model and min(request.budget_bytes, sizes.expert_bytes) != budget:

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hotsplit.errors import CheckpointError
+from hotsplit.notices import Notice
 from hotsplit.plan.checkpoint import Checkpoint, TensorInfo, tensor_bytes
 from hotsplit.plan.identity import ModelIdentity
 from hotsplit.plan.layouts import (
@@ -73,6 +74,20 @@ class ExpertSizes:
 
 _Leaves: TypeAlias = dict[str, tuple[Place, TensorInfo]]
 """Tensors by their name inside the expert, or inside the experts module."""
+
+
+def left_out(sizes: ExpertSizes) -> list[Notice]:
+    """Name the draft layers and other stacks whose experts are not planned: nothing is left out quietly.
+
+    Args:
+        sizes: Of a model.
+    """
+    if not sizes.excluded:
+        return []
+    text = (
+        f"the experts of {', '.join(sizes.excluded)} are left out: draft (MTP) layers or another stack, never counted"
+    )
+    return [Notice(name="draft-layers", text=text, strict=False)]
 
 
 @dataclass(kw_only=True, slots=True)

@@ -26,11 +26,8 @@ _MAX_PENDING_BYTES = 64 << 20
 class LayerBank(Protocol):
     """The rows of one layer, as the kernel sees them."""
 
-    def row_of(self, expert: int) -> int:
-        """Where the expert lies."""
-
     def is_hot(self, row: int) -> bool:
-        """Whether that is fast memory."""
+        """Whether the row lies in fast memory."""
 
     def tensors(self, row: int) -> Tensors:
         """The tensors of a row."""
@@ -56,6 +53,7 @@ def exact(
     *,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
+    row_ids: torch.Tensor,
     bank: LayerBank,
     math: ExpertMath,
 ) -> torch.Tensor:
@@ -65,13 +63,14 @@ def exact(
         hidden_states: Tokens, [T, D].
         topk_ids: Expert ids, [T, K], integer.
         topk_weights: Router weights, [T, K].
+        row_ids: Where those experts lie, [T, K], integer, from the route op.
         bank: The layer's rows.
         math: The layer's mathematics.
 
     Returns:
         Outputs, [T, D], of hidden_states' dtype.
     """
-    pairs = _pairs_by_expert(topk_ids, num_experts=math.num_experts)
+    pairs = _pairs_by_expert(topk_ids, row_ids=row_ids, num_experts=math.num_experts)
     accumulate = math.accumulate or topk_weights.dtype
     out_TD = torch.zeros_like(hidden_states, dtype=accumulate)
     pending: dict[int, torch.Tensor] = {}
@@ -79,28 +78,39 @@ def exact(
     following = next(unadded, None)
     num_bytes = topk_ids.numel() * hidden_states.shape[-1] * max(accumulate.itemsize, topk_weights.dtype.itemsize)
     for expert in _order(pairs, bank=bank, hot_first=num_bytes <= _MAX_PENDING_BYTES):
-        tokens_N, places_N = pairs[expert]
-        output_ND = math.function(bank.tensors(bank.row_of(expert)), hidden_states[tokens_N])
-        pending[expert] = output_ND * topk_weights[tokens_N, places_N, None]
+        mine = pairs[expert]
+        output_ND = math.function(bank.tensors(mine.row), hidden_states[mine.tokens])
+        pending[expert] = output_ND * topk_weights[mine.tokens, mine.places, None]
         while following in pending:
-            out_TD.index_add_(0, pairs[following][0], pending.pop(following).to(accumulate))
+            out_TD.index_add_(0, pairs[following].tokens, pending.pop(following).to(accumulate))
             following = next(unadded, None)
     return out_TD.to(hidden_states.dtype)
 
 
-def _order(pairs: Iterable[int], *, bank: LayerBank, hot_first: bool) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """One expert's routed pairs."""
+
+    row: int
+    """Where the expert lies."""
+    tokens: torch.Tensor
+    """Its tokens, [N], int64."""
+    places: torch.Tensor
+    """Their top-k places, [N], int64."""
+
+
+def _order(pairs: Mapping[int, _Pairs], *, bank: LayerBank, hot_first: bool) -> list[int]:
     """Ask for the cold rows at once, then compute hot before cold (or ascending, where outputs must not pile up)."""
-    rows = {expert: bank.row_of(expert) for expert in pairs}
-    cold = [expert for expert, row in rows.items() if not bank.is_hot(row)]
-    bank.ask(rows[expert] for expert in cold)
+    cold = [expert for expert, mine in pairs.items() if not bank.is_hot(mine.row)]
+    bank.ask(pairs[expert].row for expert in cold)
     if not hot_first:
-        return list(rows)
+        return list(pairs)
     waiting = set(cold)
-    return [expert for expert in rows if expert not in waiting] + cold
+    return [expert for expert in pairs if expert not in waiting] + cold
 
 
-def _pairs_by_expert(topk_ids: torch.Tensor, *, num_experts: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens and top-k places of every expert that is asked for, ascending; within one by place, then token.
+def _pairs_by_expert(topk_ids: torch.Tensor, *, row_ids: torch.Tensor, num_experts: int) -> dict[int, _Pairs]:
+    """The pairs of every expert that is asked for, ascending by expert; within one by place, then token.
 
     The order within an expert is the stock modules' own: a matrix product may round a row by where it stands.
     """
@@ -108,9 +118,11 @@ def _pairs_by_expert(topk_ids: torch.Tensor, *, num_experts: int) -> dict[int, t
     flat = topk_ids.t().reshape(-1)
     order = torch.argsort(flat, stable=True)
     experts, counts = torch.unique_consecutive(flat[order], return_counts=True)
+    first = counts.cumsum(0) - counts
+    rows = row_ids.t().reshape(-1)[order[first]]
     pieces = order.split(counts.tolist())
     return {
-        expert: (piece % num_tokens, piece // num_tokens)
-        for expert, piece in zip(experts.tolist(), pieces, strict=True)
+        expert: _Pairs(row, piece % num_tokens, piece // num_tokens)
+        for expert, row, piece in zip(experts.tolist(), rows.tolist(), pieces, strict=True)
         if 0 <= expert < num_experts
     }

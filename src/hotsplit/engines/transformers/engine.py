@@ -5,6 +5,7 @@ A model from hotsplit.load() carries it as `model.hotsplit`.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import shutil
@@ -37,6 +38,7 @@ SAVE_EVERY_S = 300.0
 """Seconds between two saves of the learned counts, at an update; they are always saved at the end."""
 
 
+_run_numbers = itertools.count()
 KEPT_RUNS = 20
 """Run folders that a start leaves behind; older ones are removed."""
 
@@ -138,7 +140,7 @@ class Engine:
             byte_hit_ratio_window=last.byte_hit if last else None,
             oracle_ratio_window=last.oracle if last else None,
             drift_ratio=last.drift if last else None,
-            update_seconds=live.update_seconds,
+            update_seconds=last.cost_ms / 1e3 if last else None,
             version=__version__,
             plan_hash=plan_hash(self.plan),
             mode="dynamic" if self._options.dynamic else "static",
@@ -212,7 +214,7 @@ def new_run_dir(state_dir: Path) -> Path:
     runs = state_dir / "runs"
     for old in sorted(runs.glob("*-*"))[: -KEPT_RUNS + 1]:
         shutil.rmtree(old, ignore_errors=True)
-    return runs / f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}"
+    return runs / f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}-{next(_run_numbers)}"
 
 
 def guard(model: Any, *, engine: Engine) -> None:

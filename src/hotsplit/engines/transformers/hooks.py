@@ -80,12 +80,13 @@ class StepHook:
 
     Args:
         banks: Ticked and told what kind of step follows.
-        pad_ids: Token ids that generate() feeds to sequences that have ended.
+        end_ids: Token ids that end a sequence.
     """
 
-    def __init__(self, banks: Banks, *, pad_ids: frozenset[int]) -> None:
+    def __init__(self, banks: Banks, *, end_ids: frozenset[int]) -> None:
         self._banks = banks
-        self._pad_ids = pad_ids
+        self._end_ids = torch.tensor(sorted(end_ids), dtype=torch.int64)
+        self._has_ended: torch.Tensor | None = None
         self._has_warned = False
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -118,23 +119,34 @@ class StepHook:
         elif mask is not None and not self._has_warned:
             self._has_warned = True
             logger.warning("the attention mask is not two-dimensional: padding tokens, if any, count as traffic")
-        if num_new == 1 and input_ids is not None and input_ids.shape[0] > 1 and self._pad_ids:
-            # In a batch, generate() goes on with a sequence that has ended, feeding it this token.
-            ended = torch.isin(input_ids, torch.tensor(sorted(self._pad_ids)))
+        ended = self._ended(input_ids) if num_new == 1 and input_ids is not None else None
+        if ended is None:
+            self._has_ended = None
+        else:
             is_padding = ended if is_padding is None else is_padding | ended
         if is_padding is None or not bool(is_padding.any()):
             return None
         return is_padding.reshape(-1)
 
+    def _ended(self, input_ids: torch.Tensor) -> torch.Tensor | None:
+        """Sequences of a batch that have ended, [B, 1], bool: generate() goes on with them until the last one ends.
 
-def pad_ids(model: Any) -> frozenset[int]:
-    """Token ids that mark an ended sequence of a batch.
+        From the token that ends it on, nobody asks for what follows; what generate() feeds afterwards is padding.
+        """
+        if input_ids.shape[0] == 1 or not self._end_ids.numel():
+            return None
+        ended = torch.isin(input_ids, self._end_ids)
+        if self._has_ended is not None and self._has_ended.shape == ended.shape:
+            ended = ended | self._has_ended
+        self._has_ended = ended
+        return ended
+
+
+def end_ids(model: Any) -> frozenset[int]:
+    """Token ids that end a sequence.
 
     Args:
-        model: The loaded model.
+        model: The loaded model; what is passed to generate() itself is not known here.
     """
-    config = getattr(model, "generation_config", None)
-    pad = getattr(config, "pad_token_id", None)
-    if pad is None:
-        pad = getattr(config, "eos_token_id", None)
-    return frozenset() if pad is None else frozenset([pad] if isinstance(pad, int) else pad[:1])
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hotsplit.bank.source import RowLayout, RowTensor, Span, align
+from hotsplit.bank.source import ROW_ALIGN, RowLayout, RowTensor, Span, align
 from hotsplit.errors import CheckpointError, UnsupportedEngineError
 from hotsplit.plan.checkpoint import Checkpoint, TensorInfo
 
@@ -189,7 +189,7 @@ def index_experts(
                 f"layer {layer.decoder_index}", got=f"no tensor for {layer.path}.{missing[0]}", wanted="a whole model"
             )
         _check_complete(parts, layer=layer, num_experts=num_experts)
-        layout = _layout(parts)
+        layout = _layout(parts, phases=_phases(parts, layer=layer, converters=converters))
         layouts.append(layout)
         for expert in range(num_experts):
             rows[layer_id, expert] = _spans(parts, layout=layout, expert=expert, number=number)
@@ -266,7 +266,22 @@ def _check_complete(parts: Mapping[str, _Stored], *, layer: ExpertsLayer, num_ex
                 )
 
 
-def _layout(parts: Mapping[str, _Stored]) -> RowLayout:
+def _phases(parts: Mapping[str, _Stored], *, layer: ExpertsLayer, converters: Mapping[str, Any]) -> dict[str, int]:
+    """Addresses modulo ROW_ALIGN that a stock load gives float32 weights, where they are not 0.
+
+    A stacked or converted tensor is fresh memory and starts on a cache line; one that is stored as it is computed
+    with stays where the mapped file has it.
+    """
+    return {
+        name: stored[None][0].info.offset % ROW_ALIGN
+        for name, stored in parts.items()
+        if None in stored
+        and name not in converters
+        and _dtype(stored[None][0].info) == layer.parameters.get(name, (None, None))[1] == torch.float32
+    }
+
+
+def _layout(parts: Mapping[str, _Stored], *, phases: Mapping[str, int]) -> RowLayout:
     """The row of one expert: each parameter's parts side by side, then its scales."""
     tensors, offset = [], 0
     for name, stored in parts.items():
@@ -277,8 +292,9 @@ def _layout(parts: Mapping[str, _Stored]) -> RowLayout:
         if len({shape[1:] for shape in shapes}) != 1 or len(dtypes) != 1:
             raise UnsupportedEngineError(name, got=f"parts of shapes {shapes}", wanted="parts that fit side by side")
         shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-        tensors.append(RowTensor(name=name, offset=offset, dtype=dtypes.pop(), shape=shape))
-        offset = align(offset + tensors[-1].num_bytes)
+        start = offset + phases.get(name, 0)
+        tensors.append(RowTensor(name=name, offset=start, dtype=dtypes.pop(), shape=shape))
+        offset = align(start + tensors[-1].num_bytes)
     return RowLayout(tensors=tuple(tensors))
 
 

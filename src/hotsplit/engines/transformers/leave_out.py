@@ -3,7 +3,7 @@
 transformers builds a model on the meta device and then materialises every parameter it has. An experts module whose
 parameters are taken away right after its construction is therefore never read: the checkpoint's expert tensors become
 names that nobody asked for. The classes are changed for the time of one load, under a lock, and put back whatever
-happens.
+happens; models that another thread makes at the same time keep their experts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 
 from hotsplit.engines.transformers.index import ExpertsLayer, expert_parameters
 
-_LOCK = threading.Lock()
+MODEL_LOCK = threading.RLock()
+"""Held while hotsplit makes a model. Classes and torch's default dtype are changed meanwhile, for the whole process."""
 
 
 @contextmanager
@@ -33,7 +34,7 @@ def experts_left_out(
         experts_classes: Classes of its experts modules.
         layers: Those modules; their names will not be reported as unexpected.
     """
-    with _LOCK:
+    with MODEL_LOCK:
         constructors = {kind: kind.__init__ for kind in experts_classes}  # type: ignore[misc]
         own = vars(model_class).get("_keys_to_ignore_on_load_unexpected")
         had_own = "_keys_to_ignore_on_load_unexpected" in vars(model_class)
@@ -54,11 +55,14 @@ def experts_left_out(
 
 
 def _without_experts(original: Callable[..., None]) -> Callable[..., None]:
-    """A constructor that takes the per-expert parameters away again."""
+    """A constructor that takes the per-expert parameters away again, on the thread that asked for it."""
+    owner = threading.get_ident()
 
     @functools.wraps(original)
     def construct(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
+        if threading.get_ident() != owner:
+            return
         for name in expert_parameters(self):
             self._parameters[name] = None
         # Otherwise the loader would initialise what is not there.

@@ -23,7 +23,7 @@ from hotsplit.config import HotsplitConfig, variable_name
 from hotsplit.engines.transformers import hooks
 from hotsplit.engines.transformers.engine import Engine, EngineOptions, guard, new_run_dir
 from hotsplit.engines.transformers.index import CheckpointSource, ExpertsLayer, find_experts, index_experts
-from hotsplit.engines.transformers.leave_out import experts_left_out
+from hotsplit.engines.transformers.leave_out import MODEL_LOCK, experts_left_out
 from hotsplit.engines.transformers.mathematics import Precision, expert_math, preparer, prove
 from hotsplit.engines.transformers.resolve import model_class, model_folder
 from hotsplit.errors import CheckpointError, UnsupportedEngineError
@@ -38,7 +38,7 @@ from hotsplit.units import gib
 
 logger = logging.getLogger(__name__)
 
-_READABLE_QUANTISATIONS = (None, "fp8")
+_READABLE_QUANTISATIONS = ("fp8",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +123,8 @@ def load_with(
         return _load_stock(folder, kwargs)
     for notice in _idle_settings(config):
         _say(notice)
-    opened = _open(folder, checkpoint=checkpoint, sizes=expert_sizes(checkpoint), kwargs=kwargs)
+    with MODEL_LOCK:
+        opened = _open(folder, checkpoint=checkpoint, sizes=expert_sizes(checkpoint), kwargs=kwargs)
     budget, is_given = _budget(opened.sizes, config=config)
     if budget >= opened.sizes.expert_bytes and config.plan is None and not run_when_fits:
         require_memory(opened.sizes.expert_bytes, sizes=opened.sizes, reserve_bytes=config.vram_reserve_bytes)
@@ -179,7 +180,7 @@ def _open(folder: Path, *, checkpoint: Checkpoint, sizes: ExpertSizes, kwargs: M
     kind = model_class(config)
     quantisation = getattr(config, "quantization_config", None)
     method = None if quantisation is None else dict(quantisation).get("quant_method")
-    if method not in _READABLE_QUANTISATIONS:
+    if quantisation is not None and method not in _READABLE_QUANTISATIONS:
         raise UnsupportedEngineError(
             f"quantisation {method}",
             got="expert rows that the transformers engine cannot read",
@@ -188,8 +189,9 @@ def _open(folder: Path, *, checkpoint: Checkpoint, sizes: ExpertSizes, kwargs: M
         )
     quantizer = None
     if quantisation is not None:
+        # Dense weights are dequantised at load, as stock does on a CPU, also where the machine has a GPU.
+        config.quantization_config = quantisation = {**dict(quantisation), "dequantize": True}
         quantizer = AutoHfQuantizer.from_config(quantisation, pre_quantized=True)
-        quantizer.quantization_config.dequantize = True
     dtype = kwargs.get("dtype", kwargs.get("torch_dtype", "auto"))
     meta = _meta_model(kind, config=config, dtype=dtype)
     layers = find_experts(meta)
@@ -268,15 +270,17 @@ def _load_stock(folder: Path, kwargs: Mapping[str, Any]) -> Any:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder, **_trusted(kwargs))
-    loaded: Any = model_class(config)
-    return loaded.from_pretrained(folder, **kwargs).eval()
+    kind: Any = model_class(config)
+    with MODEL_LOCK:
+        return kind.from_pretrained(folder, **kwargs).eval()
 
 
 def _load_without_experts(opened: _Opened, kwargs: Mapping[str, Any]) -> Any:
     kind: Any = opened.model_class
     with experts_left_out(kind, experts_classes=opened.experts_classes, layers=opened.source.layers):
-        loaded = kind.from_pretrained(opened.folder, experts_implementation=hooks.NAME, **kwargs)
-    return loaded.eval()
+        loaded = kind.from_pretrained(opened.folder, config=opened.config, experts_implementation=hooks.NAME, **kwargs)
+    # Dense weights that want gradients would make every forward want them.
+    return loaded.eval().requires_grad_(requires_grad=False)
 
 
 def _build(
@@ -311,7 +315,7 @@ def _build(
         banks.close()
         raise
     guard(loaded, engine=engine)
-    hook = hooks.StepHook(banks, pad_ids=hooks.pad_ids(loaded))
+    hook = hooks.StepHook(banks, end_ids=hooks.end_ids(loaded))
     loaded.base_model.register_forward_pre_hook(hook, with_kwargs=True)
     return engine
 
@@ -321,7 +325,7 @@ def _teach(loaded: Any, *, banks: Banks, source: CheckpointSource) -> None:
     proven: dict[type, Precision] = {}
     for layer_id, layer in enumerate(source.layers):
         module = loaded.get_submodule(layer.path)
-        prepare = preparer(layer, conversions=source.conversions)
+        prepare = preparer(layer, layout=source.layouts[layer_id], conversions=source.conversions)
         if type(module) not in proven:
             proven[type(module)] = prove(
                 module,

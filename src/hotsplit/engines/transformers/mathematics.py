@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from hotsplit.bank.kernels.exact import ExpertFunction, ExpertMath, Tensors, exact
+from hotsplit.bank.source import ROW_ALIGN, RowLayout
 from hotsplit.engines.transformers.index import SCALE, Conversion, ExpertsLayer
 from hotsplit.errors import UnsupportedEngineError
 
@@ -41,17 +42,22 @@ _CANDIDATES = (
 )
 
 
-def preparer(layer: ExpertsLayer, *, conversions: Mapping[str, Conversion]) -> Prepare:
+def preparer(layer: ExpertsLayer, *, layout: RowLayout, conversions: Mapping[str, Conversion]) -> Prepare:
     """How a stored row becomes parameters: dequantise, transpose, pull apart, cast. Nothing, for most models.
 
     Args:
         layer: The experts module's parameters.
+        layout: Of its rows.
         conversions: By parameter name.
     """
+    phases = {part.name: part.offset % ROW_ALIGN for part in layout.tensors}
 
     def prepare(tensors: Tensors) -> Tensors:
         return {
-            name: _parameter(tensors[name], scale=tensors.get(name + SCALE), dtype=dtype, conversion=conversions[name])
+            name: _in_phase(
+                _parameter(tensors[name], scale=tensors.get(name + SCALE), dtype=dtype, conversion=conversions[name]),
+                phase=phases[name],
+            )
             for name, (_, dtype) in layer.parameters.items()
         }
 
@@ -67,6 +73,19 @@ def _parameter(
     if conversion.deinterleave is not None:
         value = _deinterleave(value, dim=conversion.deinterleave, inverse=conversion.interleave_inverse)
     return value.to(dtype)
+
+
+def _in_phase(value: torch.Tensor, *, phase: int) -> torch.Tensor:
+    """The tensor at the stock engine's place within a cache line, copied there if need be.
+
+    torch's float32 product of one token rounds differently with the weight's address modulo 16; the 16-bit ones do
+    not look at it. Only a cold row of a float32 checkpoint can stand elsewhere.
+    """
+    if value.dtype != torch.float32 or value.ndim < 2 or value.data_ptr() % ROW_ALIGN == phase:
+        return value
+    buffer = torch.empty(value.numel() + ROW_ALIGN // value.itemsize, dtype=value.dtype)
+    start = (phase - buffer.data_ptr()) % ROW_ALIGN // value.itemsize
+    return buffer[start : start + value.numel()].view(value.shape).copy_(value)
 
 
 def _dequantise(stored: torch.Tensor, *, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -173,9 +192,10 @@ def _trials(parameters: Tensors, *, experts: list[int], hidden_dim: int) -> list
     """Tokens, ids and weights, once with float32 weights and once with the model's dtype: it tells the sums apart."""
     dtype = next(iter(parameters.values())).dtype
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(8, hidden_dim, generator=generator).to(dtype)
+    # float32 said aloud: the process's default dtype is not ours, and must not decide what is proven.
+    hidden = torch.randn(8, hidden_dim, generator=generator, dtype=torch.float32).to(dtype)
     ids = torch.tensor(experts).expand(8, -1).contiguous()
-    weights = torch.rand(8, len(experts), generator=generator)
+    weights = torch.rand(8, len(experts), generator=generator, dtype=torch.float32)
     return [(hidden, ids, weights), (hidden, ids, weights.to(dtype))]
 
 
@@ -218,7 +238,8 @@ def _run(
         function=function, num_experts=num_experts, accumulate=_accumulate(precision, hidden=hidden.dtype)
     )
     with torch.no_grad():
-        return exact(hidden, topk_ids=ids, topk_weights=weights, bank=_TrialBank(rows), math=math)
+        bank = _TrialBank(rows)
+        return exact(hidden, topk_ids=ids, topk_weights=weights, row_ids=ids, bank=bank, math=math)
 
 
 def _accumulate(precision: Precision, *, hidden: torch.dtype) -> torch.dtype | None:
@@ -230,9 +251,6 @@ class _TrialBank:
 
     def __init__(self, rows: Mapping[int, Tensors]) -> None:
         self._rows = rows
-
-    def row_of(self, expert: int) -> int:
-        return expert
 
     def is_hot(self, row: int) -> bool:
         return True

@@ -72,6 +72,7 @@ def play(
         The histogram of everything counted by the model so far, and the trace or None.
     """
     router = model.hotsplit.banks.router
+    router.flush()  # what ran before is nothing that a trace should see
     recorder = _Recorder(prompts, num_layers=router.row_map.shape[0]) if want_trace else None
     with _observed(router, recorder), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(options.seed)

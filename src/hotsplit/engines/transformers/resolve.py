@@ -11,6 +11,7 @@ from typing import Any
 from hotsplit.errors import CheckpointError, UnsupportedEngineError
 
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py")
+_TOKENIZER_FILES = ("tokenizer*", "tokenization*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 
 def model_folder(model: str | Path) -> Path:
@@ -47,15 +48,22 @@ def load_tokenizer(folder: Path) -> Any:
         folder: The model's folder.
 
     Raises:
-        CheckpointError: The folder has none, or it cannot be read.
+        CheckpointError: The folder is no model's, has none, or it cannot be read.
     """
     import transformers
 
     if not folder.is_dir():
         raise CheckpointError(f"model folder {folder}", got="no such folder", wanted="a folder with a model")
+    if not (folder / "config.json").is_file():
+        do = "give the folder of a transformers model"
+        raise CheckpointError(f"model folder {folder}", got="no config.json", do=do)
+    if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        # Without them transformers makes one up that knows no words.
+        do = "download its tokenizer files too"
+        raise CheckpointError(f"tokenizer of {folder}", got="no tokenizer files", wanted="them beside the model", do=do)
     try:
         return transformers.AutoTokenizer.from_pretrained(folder)
-    except (ValueError, OSError, KeyError, ImportError) as error:
+    except Exception as error:  # code of the model's kind reads files of the model's folder: it may raise anything
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
             f"tokenizer of {folder}", got=reason, wanted="tokenizer files beside the model", do="download them too"

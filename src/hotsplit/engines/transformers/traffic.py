@@ -51,6 +51,15 @@ def read_prompts(
     return prompts
 
 
+def is_encodable(text: str) -> bool:
+    """Whether a text is whole characters: JSON and command lines can smuggle in what no tokenizer takes.
+
+    Args:
+        text: From outside; half a surrogate pair makes it unusable.
+    """
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -73,19 +82,22 @@ def _cut(text: str, tokenizer: Any, prompt_tokens: int) -> Iterator[list[int]]:
 
 
 def _requests(path: Path, text: str, *, tokenizer: Any) -> Iterator[list[int]]:
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines would cut inside strings: at U+2028, at U+0085
         if not line.strip():
             continue
         try:
             request = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # not only JSONDecodeError: integers of thousands of digits
             raise TraceError(f"data file {path}, line {number}", got=str(error), wanted="JSON", line=number) from error
         yield _request_ids(request, tokenizer=tokenizer, where=f"data file {path}, line {number}")
 
 
 def _request_ids(request: Any, *, tokenizer: Any, where: str) -> list[int]:
     if isinstance(request, dict) and isinstance(request.get("text"), str):
-        ids: list[int] = tokenizer(request["text"], verbose=False)["input_ids"]
+        text = request["text"]
+        if not is_encodable(text):
+            raise TraceError(where, got="half a surrogate pair", wanted="whole characters")
+        ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
         return ids
     if not (isinstance(request, dict) and isinstance(request.get("messages"), list)):
         raise TraceError(where, got="neither", wanted='"text" (a string) or "messages" (a list)')

@@ -1,0 +1,157 @@
+"""What only a process of its own can show: a missing torch, an interrupt, a closed pipe, an odd encoding."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hotsplit.data import text_path
+
+MAIN = "from hotsplit.cli.main import main; main()"
+WITHOUT_TORCH = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers", "accelerate"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def command(*arguments, code=MAIN):
+    return [sys.executable, "-c", code, *map(str, arguments)]
+
+
+def environment(**changes):
+    return {**os.environ, "OMP_NUM_THREADS": "1", **changes}  # noqa: TID251 - a child inherits it
+
+
+def run(*arguments, code=MAIN, **changes):
+    return subprocess.run(
+        command(*arguments, code=code),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment(**changes),
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", ["plan", "show", "rerank"])
+def test_plan_show_and_rerank_run_without_torch(name, counts, tiny_moe, tmp_path):
+    arguments = {
+        "plan": ("plan", tiny_moe, "--counts", counts, "--hot-gib", 0.002, "-o", tmp_path / "plan.json", "--json"),
+        "show": ("show", counts, "--json"),
+        "rerank": ("rerank", counts, counts, "-o", tmp_path / "merged.json", "--json"),
+    }
+    done = run(*arguments[name], code=WITHOUT_TORCH + MAIN)
+    assert 0 == done.returncode, done.stderr
+    assert json.loads(done.stdout)["kind"] in ("plan", "histogram")
+
+
+@pytest.mark.parametrize("name", ["run", "profile", "demo"])
+def test_commands_that_need_torch_say_how_to_install_it(name, tmp_path):
+    arguments = {
+        "run": ("run", "model", "--prompt", "x"),
+        "profile": ("profile", "model", "--data", "x", "-o", tmp_path / "h.json"),
+        "demo": ("demo",),
+    }
+    done = run(*arguments[name], code=WITHOUT_TORCH + MAIN)
+    assert (1, "") == (done.returncode, done.stdout)
+    assert "is not installed; pip install 'hotsplit[transformers]'\n" in done.stderr
+    assert 1 == len(done.stderr.splitlines())
+
+
+def test_a_reader_that_goes_away_ends_a_command_quietly(counts):
+    with subprocess.Popen(
+        command("show", counts), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+    ) as process:
+        process.stdout.close()
+        error = process.stderr.read()
+        assert 0 < process.wait(timeout=60)
+    assert b"" == error
+
+
+def test_a_name_that_the_terminal_cannot_spell_is_escaped(counts, tmp_path):
+    path = tmp_path / "\u4e2d.json"
+    path.write_bytes(counts.read_bytes())
+    done = run("show", path, PYTHONIOENCODING="latin-1", PYTHONUTF8="0")
+    assert (0, "") == (done.returncode, done.stderr)
+    assert "\\u4e2d.json: 4 layers" in done.stdout
+
+
+def test_the_installed_program_answers(tiny_moe):
+    done = subprocess.run(
+        [sys.executable, "-c", "from importlib.metadata import entry_points as e; e(name='hotsplit')['hotsplit'].load()()",
+         "plan", str(tiny_moe / "none")],
+        capture_output=True, text=True, timeout=60, env=environment(), check=False,
+    )  # fmt: skip
+    assert (1, "") == (done.returncode, done.stdout)
+    assert done.stderr.startswith("hotsplit: model folder ")
+
+
+@pytest.mark.transformers
+@pytest.mark.slow
+def test_an_interrupted_profile_leaves_the_users_files_as_they_were(tiny_moe, tmp_path):
+    histogram, trace = tmp_path / "hist.json", tmp_path / "trace.npz"
+    histogram.write_text("mine")
+    endless = ("--prompt-tokens", 64, "--decode-tokens", 900, "--max-prompts", 700, "--batch-size", 1)
+    arguments = ("profile", tiny_moe, "--data", text_path("c"), *endless, "-o", histogram, "--trace", trace)
+    with subprocess.Popen(
+        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    ) as process:
+        for line in process.stderr:
+            if line.startswith("hotsplit is on"):
+                break
+        time.sleep(0.5)  # into the traffic
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=60)
+    assert (130, "") == (process.returncode, out)
+    assert "hotsplit: interrupted; nothing was left half-written" == error.strip().splitlines()[-1]
+    assert "Traceback" not in error
+    assert "mine" == histogram.read_text()
+    assert [histogram] == list(tmp_path.iterdir())
+
+
+@pytest.mark.transformers
+def test_a_run_prints_nothing_but_its_object_on_stdout_and_no_progress_into_a_pipe(tiny_moe, tmp_path):
+    arguments = ("run", tiny_moe, "--prompt", "x", "--max-new-tokens", 2, "--hot-gib", 0.002, "--json")
+    done = run(*arguments, "--state-dir", tmp_path)
+    assert 0 == done.returncode
+    assert 2 == json.loads(done.stdout)["new_tokens"]
+    assert any(line.startswith("hotsplit is on") for line in done.stderr.splitlines())
+    assert "it/s" not in done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
+def test_a_narrow_terminal_cuts_nothing(counts):
+    import pty
+
+    master, slave = pty.openpty()
+    with subprocess.Popen(
+        command("plan", "--counts", counts, "--hot-fraction", 0.3), stdout=slave, stderr=slave,
+        env=environment(COLUMNS="40", TERM="xterm"),
+    ) as process:  # fmt: skip
+        os.close(slave)
+        text = b""
+        while True:
+            try:
+                part = os.read(master, 4096)
+            except OSError:  # how Linux says that the other side is gone
+                break
+            if not part:
+                break
+            text += part
+        assert 0 == process.wait(timeout=60)
+    os.close(master)
+    assert "in-sample, decode" in text.decode()
+    assert "(layer " in text.decode()
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text.decode()

@@ -337,14 +337,16 @@ def _known(name: str, keys: Mapping[str, str], *, what: str) -> str:
     """The field that a name stands for."""
     if name in keys:
         return keys[name]
-    nearest = difflib.get_close_matches(name, keys, n=1, cutoff=0.0)[0]
+    # Setting names differ in case alone from a typed one more often than in letters.
+    by_folded = {key.casefold(): key for key in keys}
+    nearest = by_folded[difflib.get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.0)[0]]
     raise ConfigError(what, got="an unknown setting", do=f"did you mean {nearest}?", setting=name, nearest=nearest)
 
 
 def _checked(setting: Field[Any], value: object, *, origin: Origin) -> object:
     """A value that its rule allows, or one error that says where it came from and what is allowed."""
     rule = _rule(setting)
-    what = variable_name(setting.name) if origin == "environment" else f"option {setting.name}"
+    what = variable_name(setting.name) if origin == "environment" else f"--{setting.name.replace('_', '-')}"
     try:
         return rule.parse(value)
     except (ValueError, KeyError, OverflowError) as error:

@@ -83,5 +83,5 @@ def budget(folder: Path, hot: float) -> float:
     if hot == 0:
         return 0.0
     sizes = expert_sizes(read_headers(folder))
-    rows = int(sizes.row_bytes.sum()) + 128 * len(sizes.row_bytes)
+    rows = int(sizes.row_bytes.sum()) + 512 * len(sizes.row_bytes)
     return rows * (sizes.identity.num_experts or 0) * hot / 2**30

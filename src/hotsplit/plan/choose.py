@@ -146,20 +146,18 @@ def _given(request: PlanRequest, *, sizes: ExpertSizes) -> tuple[Plan, list[Noti
             do="make one without --pp",
         )
     budget = plan.stages[0].budget_bytes
-    has_model = plan.identity.headers_hash is not None
-    if request.is_budget_given and has_model and min(request.budget_bytes, sizes.expert_bytes) != budget:
+    if request.is_budget_given and min(request.budget_bytes, sizes.expert_bytes) != budget:
         raise PlanError(
             f"plan {path}",
             got=f"a budget of {gib(budget)} in the plan and {gib(request.budget_bytes)} given",
             do="leave HOTSPLIT_HOT_GIB out, or make a plan for it",
         )
     needed = needed_bytes(plan, sizes=sizes, dynamic=request.options.dynamic)
-    allowed = budget if has_model else request.budget_bytes
-    if needed > allowed:
+    if needed > budget:
         raise BudgetError(
             f"plan {path}",
             got=gib(needed) + (" with its spare rows" if request.options.dynamic else ""),
-            wanted=f"at most {gib(allowed)}",
+            wanted=f"at most {gib(budget)}",
             do="make the plan anew for this mode and model, or set HOTSPLIT_DYNAMIC=0",
         )
     return plan, notices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -31,6 +32,17 @@ def test_progress_goes_row_by_row_up_to_all_bytes(tmp_path):
     row, told = source.layouts[0].num_bytes, []
     build_pointer_rows(source, hot=HOT, layers=layers_of(source, HOT), on_progress=lambda *seen: told.append(seen))
     assert [(row, 3 * row), (2 * row, 3 * row), (3 * row, 3 * row)] == told
+
+
+def test_a_long_load_says_every_ten_seconds_how_far_it_is(tmp_path, monkeypatch, caplog):
+    seconds = itertools.count(0.0, 6.0)  # a slow disk: a row takes six seconds
+    monkeypatch.setattr("hotsplit.bank.build.time.monotonic", lambda: next(seconds))
+    source = toy_source(tmp_path, num_layers=2)
+    hot = [(0, 1, 2), (3, 1)]
+    with caplog.at_level("INFO", logger="hotsplit"):
+        build_pointer_rows(source, hot=hot, layers=layers_of(source, hot))
+    said = [record.message for record in caplog.records if record.message.startswith("reading hot experts")]
+    assert ["about 18 s left", "about 6 s left"] == [line.rpartition(", ")[2] for line in said]
 
 
 def test_a_plan_without_hot_experts_reads_nothing(tmp_path, monkeypatch):

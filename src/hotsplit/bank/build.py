@@ -6,12 +6,20 @@ the final size is one read buffer.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 
 from hotsplit.bank.direct import DirectReader
 from hotsplit.bank.pointers import PointerRows
 from hotsplit.bank.rows import LayerRows, place
 from hotsplit.bank.source import ExpertSource
+from hotsplit.units import gib
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 10.0
+"""Seconds between two log lines of a long load: silence looks like a hang, and watchdogs kill what hangs."""
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
@@ -52,12 +60,13 @@ def build_pointer_rows(
     total = sum(source.layouts[i].num_bytes * len(experts) for i, experts in enumerate(hot))
     rows = PointerRows(source, layers=layers)
     reader = DirectReader(source.files)
-    done = 0
+    done, heartbeat = 0, _Heartbeat()
     try:
         for layer_id, experts in enumerate(hot):
             for row, expert in enumerate(experts):
                 rows.fill(layer_id, expert=expert, row=row, reader=reader)
                 done += source.layouts[layer_id].num_bytes
+                heartbeat(done, total)
                 if on_progress:
                     on_progress(done, total)
     except BaseException:
@@ -66,3 +75,18 @@ def build_pointer_rows(
     finally:
         reader.close()
     return rows
+
+
+class _Heartbeat:
+    """Logs progress and the time left, at most once in HEARTBEAT_S."""
+
+    def __init__(self) -> None:
+        self._started = self._said = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._said < HEARTBEAT_S:
+            return
+        self._said = now
+        left = (now - self._started) / done * (total - done)
+        logger.info("reading hot experts: %s of %s, about %.0f s left", gib(done), gib(total), left)

@@ -109,11 +109,12 @@ def _tables(result: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
 
 def _where(result: Mapping[str, Any]) -> str:
     where = result["environment"]
+    commit, _, changes = (where["commit"] or "unknown").partition("+")
     packages = ", ".join(f"{name} {where['packages'][name]}" for name in ("torch", "transformers", "accelerate"))
     rates = [rate for rate in where["disk_rows_bytes_per_s"] if rate]
     disk = f"{min(rates) / GB:.1f} to {max(rates) / GB:.1f} GB/s" if rates else "unknown"
     return (
-        f"{where['date'][:10]}, commit {(where['commit'] or 'unknown')[:12]}: {where['cpu']}, {where['cores']} cores, "
+        f"{where['date'][:10]}, commit {commit[:12]}{' with ' * bool(changes)}{changes}: {where['cpu']}, {where['cores']} cores, "
         f"{where['ram_bytes'] / GB:.0f} GB RAM, Linux {where['kernel']}; Python {where['python']}, {packages}; "
         f"{where['threads']} compute thread. Disk, direct reads of 3 MiB one after the other: {disk}; read-ahead "
         f"{_or_dash(where['disk_read_ahead_bytes'], lambda size: f'{size // 1024} KiB')}. Load average "

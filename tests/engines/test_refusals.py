@@ -39,7 +39,9 @@ from hotsplit.plan.sizes import expert_sizes
 
 pytestmark = pytest.mark.transformers
 
-load_module = importlib.import_module("hotsplit.engines.transformers.load")  # the package has a function of this name
+load_module = importlib.import_module(
+    "hotsplit.engines.transformers.loading"
+)  # the package has a function of this name
 
 E, LAYERS = 8, 2
 

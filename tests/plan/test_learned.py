@@ -292,7 +292,7 @@ def test_learned_counts_below_the_minimum_are_not_merged_and_the_layer_is_named(
     counts, line, (notice,) = choose_counts(REFERENCE, few, use_learned=True)
     assert counts is REFERENCE
     assert "counts: reference published alone, weight 1; learned counts skipped" == line
-    assert "layer 4: got 49999 decode tokens; wanted at least 50000" in notice.text
+    assert "layer 4: got 49999 decode tokens, wanted at least 50000" in notice.text
 
 
 def test_the_minimum_is_met_by_decayed_counts_from_their_file(tmp_path):

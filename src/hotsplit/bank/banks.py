@@ -102,7 +102,7 @@ class Banks:
 
     @property
     def hot_bytes(self) -> int:
-        """Bytes of fast memory taken: hot rows, spare rows, page waste."""
+        """Bytes of fast memory taken: hot rows and spare rows."""
         return self.rows.hot_bytes
 
     def use_math(self, layer_id: int, math: ExpertMath) -> None:

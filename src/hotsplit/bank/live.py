@@ -100,6 +100,7 @@ class Live:
         self._swapper: Swapper | None = None
         self._rebalancer: Rebalancer | None = None
         self._baseline = router.counters.copy()
+        self._learned_LE = np.zeros(router.row_map.shape)
         self._swaps_before = SwapTotals()
         self._failures_in_a_row = 0
         self._failed_now = self._succeeded_now = False
@@ -142,12 +143,16 @@ class Live:
         if is_due:
             self._report()
 
-    def live_counts(self) -> FloatArray:
-        """Decayed live counts without the prior, the window under way included, [L, E]; in static mode all of decode."""
-        if self._rebalancer is None:
-            return self._router.counters.counts["decode"].astype(np.float64)
-        window = self.window()
-        return self._rebalancer.live_counts() + (window.counts if window.phase == "decode" else 0)
+    def learned_counts(self) -> FloatArray:
+        """What the next start may believe: decode counts, faded with every update, the window under way included, [L, E].
+
+        The rebalancer's own counts are not that: where there was no decode it follows prefill.
+        """
+        return self._learned_LE + self._since_update("decode")
+
+    def _since_update(self, phase: Phase) -> npt.NDArray[np.int64]:
+        counts_LE: npt.NDArray[np.int64] = self._router.counters.counts[phase] - self._baseline.counts[phase]
+        return counts_LE
 
     def window(self) -> Window:
         """What happened since the last update."""
@@ -191,6 +196,7 @@ class Live:
         if self._swapper is None or self._rebalancer is None:
             return
         window = self.window()
+        self._learned_LE = self._learned_LE * self._rebalancer.decay + self._since_update("decode")
         busy = self._swapper.busy()
         for swap in self._rebalancer.update(window.counts, tokens=window.tokens):
             asked = swap.layer_id not in busy and self._swapper.request(

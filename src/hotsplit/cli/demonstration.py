@@ -22,7 +22,7 @@ from hotsplit.cli.console import rate
 from hotsplit.cli.views import coverage, print_histogram, print_plan_facts, print_scores
 from hotsplit.config import HotsplitConfig
 from hotsplit.data import DOMAINS, text_path, tiny_moe_path
-from hotsplit.engines.transformers.load import load
+from hotsplit.engines.transformers.loading import load
 from hotsplit.engines.transformers.profile import ProfileOptions, play
 from hotsplit.engines.transformers.resolve import load_tokenizer
 from hotsplit.engines.transformers.traffic import Prompt, read_prompts

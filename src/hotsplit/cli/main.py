@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
 import sys
 
 import click
 
+from hotsplit.config import HotsplitConfig
 from hotsplit.errors import HotsplitError
 from hotsplit.version import __version__
 
@@ -47,6 +49,7 @@ def group() -> None:
     The experts that the traffic uses live in fast memory, the rest is read in place, and which is which follows the
     traffic. Settings may also come from HOTSPLIT_ variables; an option beats them.
     """
+    HotsplitConfig.from_env(os.environ)  # a misspelt or impossible variable is an error, also where nothing uses it
 
 
 def main() -> None:

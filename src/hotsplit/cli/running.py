@@ -12,7 +12,7 @@ import transformers
 
 from hotsplit.cli import console
 from hotsplit.config import HotsplitConfig
-from hotsplit.engines.transformers.load import load_with
+from hotsplit.engines.transformers.loading import load_with
 from hotsplit.engines.transformers.resolve import load_tokenizer, model_folder
 from hotsplit.engines.transformers.traffic import is_encodable
 from hotsplit.errors import ConfigError

@@ -155,7 +155,8 @@ def choose_counts(
     try:
         merged, notices = rerank(reference, learned, live_weight=_WEIGHT, min_tokens=min_tokens)
     except (HistogramError, PlanMismatchError) as failure:
-        text = f"learned counts are not merged: {failure}"
+        reason = f"{failure.what}: got {failure.got}" + (f", wanted {failure.wanted}" if failure.wanted else "")
+        text = f"learned counts are not merged into the histogram: {reason}"
         return reference, _reference_line(reference) + "; learned counts skipped", [_skipped("learned-skipped", text)]
     line = f"counts: {_name(reference)} weight 1 + learned weight {_WEIGHT:g}, {_tokens_line(learned)}"
     return merged, f"{line}, normalised per layer", notices

@@ -216,12 +216,13 @@ def require_plan_for(plan: Plan, sizes: ExpertSizes, *, force: bool = False) -> 
         for name, a, b in zip(names, theirs, here, strict=True)
         if None not in (a, b) and a != b
     ]
-    if plan.identity.headers_hash is None and set(plan.row_bytes) == {1}:
+    has_model = plan.identity.headers_hash is not None or set(plan.row_bytes) != {1}
+    if not has_model:
         differing.append("it was made without a model, for rows of equal size")
     shape = (len(plan.layers), plan.identity.model.num_experts)
-    if (differing and not force) or shape != (len(ours.layers or ()), ours.num_experts):
+    if (differing and not (force and has_model)) or shape != (len(ours.layers or ()), ours.num_experts):
         got = "; ".join(differing) or f"{shape[0]} layers x {shape[1]} experts"
-        do = "make one for this model" + ("" if force else ", or pass --force")
+        do = "make one for this model" + (", or pass --force" if has_model and not force else "")
         raise PlanMismatchError("the plan was made for another model", got=got, do=do, differing=differing)
     if differing:
         text = f"the plan is used because of --force, although {'; '.join(differing)}"

@@ -93,7 +93,7 @@ def thrash_notice(options: RebalanceOptions) -> Notice | None:
         f"half_life={options.half_life:g} with margin={options.margin:g} forgets so quickly that traffic which "
         f"alternates between two workloads swaps at every update; {cure} prevents it"
     )
-    return Notice(name="may-thrash", text=text)
+    return Notice(name="may-thrash", text=text, strict=False)
 
 
 class Rebalancer:
@@ -148,6 +148,11 @@ class Rebalancer:
         if row_E[swap.expert_in] or not row_E[swap.expert_out]:
             raise PlanError("published swap", got=str(swap), wanted="a cold expert in and a hot one out", swap=swap)
         row_E[swap.expert_in], row_E[swap.expert_out] = True, False
+
+    @property
+    def decay(self) -> float:
+        """What a count keeps of its weight from one update to the next."""
+        return self._options.decay
 
     def hot(self) -> npt.NDArray[np.bool_]:
         """Which experts are hot, a copy, [L, E], bool."""

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from hotsplit.engines.transformers.engine import Engine
-from hotsplit.engines.transformers.load import load
+from hotsplit.engines.transformers.loading import load
 
 __all__ = ["Engine", "load"]

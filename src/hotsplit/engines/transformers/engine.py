@@ -134,7 +134,7 @@ class Engine:
             swap_bytes=live.swaps.moved_bytes,
             update_failures=live.update_failures,
             hot_bytes=self.banks.hot_bytes,
-            host_bytes=self.sizes.expert_bytes,
+            host_bytes=int((self.sizes.row_bytes * (~self.banks.router.hot_mask()).sum(axis=1)).sum()),
             budget_bytes=self._options.budget_bytes,
             hit_ratio_window=last.hit if last else None,
             byte_hit_ratio_window=last.byte_hit if last else None,
@@ -172,7 +172,7 @@ class Engine:
         self._saved_at = time.monotonic()
         if self._options.run_dir is not None:
             self._write_snapshot(self._options.run_dir)
-        counts_LE = self.banks.live.live_counts()
+        counts_LE = self.banks.live.learned_counts()
         if self._options.learn_into is None or not counts_LE.any():
             return
         try:

@@ -121,6 +121,8 @@ def load_with(
     if config.enable is False:
         _say(Notice(name="off", text="hotsplit is off (HOTSPLIT_ENABLE=0): running stock transformers", strict=False))
         return _load_stock(folder, kwargs)
+    given = [f"{name}={value} ({origin})" for name, value, origin in config.rows() if origin != "default"]
+    logger.info("settings: %s; all others default", ", ".join(given) or "none given")
     for notice in _idle_settings(config):
         _say(notice)
     with MODEL_LOCK:

@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 
 # The torch that is installed, tested and measured with; pyproject.toml holds the range that is allowed.
 TORCH_VERSION ?= 2.13.0
+# The same for transformers: the version that is tested and measured with.
+TRANSFORMERS_VERSION ?= 5.23.0
 # On Linux pip's own index has a CUDA build of torch (several GB, and it runs on a CPU too). PyTorch's web page names an index
 # with a CPU build of some 200 MB: `make demo TORCH_INDEX=THAT-URL` looks there beside pip's own index, for torch alone.
 TORCH_INDEX ?=
@@ -33,9 +35,11 @@ check: $(VENV)/.dev ## lint, types, import contracts, spelling, generated docs
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 	$(BIN)/python scripts/configuration_docs.py --check
+	$(BIN)/python scripts/readme_results.py --check
 
 docs: $(VENV)/.runtime ## write the generated pages again
 	$(BIN)/python scripts/configuration_docs.py
+	$(BIN)/python scripts/readme_results.py
 
 clean: ## remove the virtual environment and all that tools left
 	rm -rf $(VENV) build dist src/*.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
@@ -63,10 +67,10 @@ $(VENV)/.torch-$(TORCH_VERSION): $(VENV)/.python
 
 $(VENV)/.runtime: $(VENV)/.torch-$(TORCH_VERSION) pyproject.toml
 	@echo "Installing hotsplit and what it runs on"
-	@$(PIP) -e '.[transformers]' torch==$(TORCH_VERSION)
+	@$(PIP) -e '.[transformers]' torch==$(TORCH_VERSION) transformers==$(TRANSFORMERS_VERSION)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime pyproject.toml
 	@echo "Installing the tools for tests"
-	@$(PIP) -e '.[transformers,dev]' torch==$(TORCH_VERSION)
+	@$(PIP) -e '.[transformers,dev]' torch==$(TORCH_VERSION) transformers==$(TRANSFORMERS_VERSION)
 	@touch $@

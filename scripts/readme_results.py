@@ -83,9 +83,7 @@ def main(arguments: list[str]) -> int:
     if old == new:
         return 0
     if "--check" in arguments:
-        print(
-            "README.md: the results are not those of benchmarks/results; run scripts/readme_results.py", file=sys.stderr
-        )
+        print("README.md: the results are not those of benchmarks/results: run `make docs`", file=sys.stderr)
         return 1
     README.write_text(before + new + after, encoding="utf-8")
     return 0

@@ -99,7 +99,8 @@ def test_a_bad_variable_is_refused_with_its_name_value_and_range_on_one_line(nam
 @pytest.mark.parametrize(("name", "text"), REFUSED)
 def test_a_bad_option_is_refused_even_where_the_environment_has_a_good_value(name, text):
     allowed = TABLE[name][1][0]
-    with pytest.raises(ConfigError, match=f"^--{name.lower().replace('_', '-')}: got "):
+    option = f"--{name.lower().replace('_', '-')}"
+    with pytest.raises(ConfigError, match=rf"^{name.lower()} \({option}\): got "):
         HotsplitConfig.from_options({f"HOTSPLIT_{name}": allowed}, **{name.lower(): text})
 
 
@@ -161,9 +162,10 @@ def test_options_take_python_values(options, name, value):
     ],
 )
 def test_options_refuse_python_values_of_another_kind(options):
-    with pytest.raises(ConfigError, match="^--"):
+    (name,) = options
+    with pytest.raises(ConfigError, match=rf"^{name} \(--"):
         HotsplitConfig.from_options({}, **options)
-    with pytest.raises(ConfigError, match="^--"):
+    with pytest.raises(ConfigError, match=rf"^{name} \(--"):
         HotsplitConfig(**options)
 
 
@@ -293,6 +295,12 @@ def test_the_settings_are_frozen_and_survive_pickling():
         config.hot_gib = 9.0
     copy = pickle.loads(pickle.dumps(config))
     assert (config, dict(config.origins)) == (copy, dict(copy.origins))
+
+
+def test_the_memory_settings_say_what_they_are_on_a_cpu():
+    meanings = {info.name: info.meaning for info in settings()}
+    assert "on a CPU that is the RAM that is available, less the reserve, less the dense" in meanings["hot_gib"]
+    assert "RAM with the transformers engine on a CPU" in meanings["vram_reserve_gib"]
 
 
 def test_every_setting_has_a_meaning_of_one_line():

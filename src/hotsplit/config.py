@@ -14,6 +14,10 @@ underscores; a switch is 0 or 1, from Python also False or True.
     Traceback (most recent call last):
         ...
     hotsplit.errors.ConfigError: HOTSPLIT_DYN_MARGIN: got '0.9'; wanted a finite number >= 1; leave it out for 1.25
+    >>> HotsplitConfig.from_options({}, dyn_margin=0.9)
+    Traceback (most recent call last):
+        ...
+    hotsplit.errors.ConfigError: dyn_margin (--dyn-margin): got 0.9; wanted a finite number >= 1; leave it out for 1.25
 """
 
 from __future__ import annotations
@@ -137,8 +141,9 @@ class HotsplitConfig:
     """
 
     hot_gib: float | None = _setting(_number(0))
-    """Hot budget per rank in GiB, everything that hotsplit takes of fast memory counted. Without it: the bytes of routed
-    experts that the engine's own placement would keep in fast memory."""
+    """Hot budget per rank in GiB, everything that hotsplit takes of fast memory counted. Without it: what the engine's own
+    placement would keep in fast memory; with the transformers engine on a CPU that is the RAM that is available, less the
+    reserve, less the dense weights."""
     dynamic: bool = _setting(_switch(), default=True)
     """Whether the hot experts follow the live traffic while the model runs."""
     dyn_steps: int = _setting(_integer(1), default=2000)
@@ -148,7 +153,8 @@ class HotsplitConfig:
     dyn_margin: float = _setting(_number(1), default=1.25)
     """A cold expert replaces a hot one only if its score is more than this many times as high."""
     vram_reserve_gib: float = _setting(_number(0), default=2.0)
-    """Fast memory in GiB that is left free, for CUDA graphs and the KV cache."""
+    """Fast memory in GiB that is left free for all else, such as activations, the KV cache and CUDA graphs: RAM with the
+    transformers engine on a CPU, GPU memory where an engine runs on a GPU."""
     numa_policy: str = _setting(_choice("preferred", "bind", "off"), default="preferred")
     """How cold rows are bound to the memory next to their GPU: as a wish, as a must, or not at all."""
     enable: bool | None = _setting(_switch())
@@ -300,7 +306,7 @@ def settings() -> tuple[SettingInfo, ...]:
         SettingInfo(
             name=setting.name,
             variable=variable_name(setting.name),
-            option=f"--{setting.name.replace('_', '-')}",
+            option=option_name(setting.name),
             values=", ".join([_rule(setting).values, *(f"{v} (not built yet)" for v in _rule(setting).not_built)]),
             default=as_written(setting.default),
             meaning=meanings[setting.name],
@@ -312,6 +318,11 @@ def settings() -> tuple[SettingInfo, ...]:
 def variable_name(name: str) -> str:
     """The environment variable of a field: "hot_gib" -> "HOTSPLIT_HOT_GIB"."""
     return PREFIX + name.upper()
+
+
+def option_name(name: str) -> str:
+    """The option of a field: "hot_gib" -> "--hot-gib"."""
+    return f"--{name.replace('_', '-')}"
 
 
 def as_written(value: object) -> str:
@@ -346,7 +357,9 @@ def _known(name: str, keys: Mapping[str, str], *, what: str) -> str:
 def _checked(setting: Field[Any], value: object, *, origin: Origin) -> object:
     """A value that its rule allows, or one error that says where it came from and what is allowed."""
     rule = _rule(setting)
-    what = variable_name(setting.name) if origin == "environment" else f"--{setting.name.replace('_', '-')}"
+    # An option is typed as --dyn-margin at a prompt and as dyn_margin in Python; only its reader knows which.
+    named = f"{setting.name} ({option_name(setting.name)})"
+    what = variable_name(setting.name) if origin == "environment" else named
     try:
         return rule.parse(value)
     except (ValueError, KeyError, OverflowError) as error:

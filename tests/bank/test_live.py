@@ -159,7 +159,6 @@ def test_static_mode_updates_without_swaps(caplog):
     step(live, router, [[3]], [[0]])
     live.tick()
     assert (0, 0, 0) == (lines(caplog)[0].swaps, lines(caplog)[0].refused, lines(caplog)[0].failed)
-    assert not live.learned_counts().any(), "nothing learns in static mode"
 
 
 def test_dynamic_live_counts_fade_with_the_half_life():
@@ -168,7 +167,7 @@ def test_dynamic_live_counts_fade_with_the_half_life():
     step(live, router, [[3]], [[0]])
     step(live, router, [[1]], [[0]])
     live.tick()
-    assert [[0, 1, 0, 0.5], [1.5, 0, 0, 0]] == live.learned_counts().tolist()
+    assert [[0, 1, 0, 0.5], [1.5, 0, 0, 0]] == live.learned().counts.tolist()
 
 
 def test_a_busy_layer_is_refused_and_counted_without_being_asked(caplog):
@@ -195,6 +194,8 @@ def test_a_published_swap_is_counted_with_its_layers_bytes_and_followed(caplog):
     swapper = adapt(live, router)
     swap = Swap(layer_id=1, expert_in=0, expert_out=2)
     swapper.results = [TickResult(published=(swap,))]
+    router.publish(1, expert=0, row=2)
+    router.publish(1, expert=2, row=5)
     live.tick()
     assert (1, ROW_BYTES[1]) == (live.swaps.done, live.swaps.moved_bytes)
     for _ in range(2):
@@ -282,3 +283,31 @@ def test_an_update_tells_what_its_ticks_cost():
     step(live, router, [[0]], [[2]])
     live.tick()
     assert live.last.line.cost_ms > 0
+
+
+def test_what_was_saved_is_not_told_again_and_earlier_counts_fade_by_the_updates_since():
+    live, router = live_of(dyn_steps=1)
+    adapt(live, router)
+    step(live, router, [[3]], [[0]])
+    live.tick()
+    live.learned_saved()
+    assert (0, 0.0, 1.0) == (live.learned().tokens, live.learned().counts.sum(), live.learned().decay)
+    for _ in range(3):
+        step(live, router, [[3]], [[0]])
+        live.tick()
+    learned = live.learned()
+    decay = learned.decay ** (1 / 3)
+    assert 3 == learned.tokens
+    assert learned.counts[0, 3] == pytest.approx(1 + decay + decay**2)
+
+
+def test_prefill_does_not_steer_once_there_is_decode():
+    live, router = live_of(dyn_steps=1)
+    swapper = adapt(live, router)
+    step(live, router, [[0]], [[2]])
+    live.tick()
+    swapper.asked.clear()
+    for _ in range(5):
+        step(live, router, [[3]] * 50, [[0]] * 50, phase="prefill")
+        live.tick()
+    assert [] == swapper.asked

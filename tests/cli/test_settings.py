@@ -36,7 +36,8 @@ BAD_OF_RUN = [
 def test_a_bad_value_of_plan_is_refused_with_what_is_allowed(cli, tiny_moe, option, value, allowed):
     line = cli("plan", tiny_moe, option, value).refusal(2)
     assert f"got '{value}'; wanted {allowed}" in line
-    assert f"hotsplit: {option}: got" in line
+    name = option.removeprefix("--").replace("-", "_")
+    assert f"hotsplit: {name} ({option}): got" in line
 
 
 @pytest.mark.transformers

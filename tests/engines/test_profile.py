@@ -126,12 +126,12 @@ def test_a_sequence_that_ends_early_is_not_counted_while_its_batch_goes_on(model
     histogram, trace = play(model, prompts, options=GREEDY, want_trace=True)
     ended = next(number for number, text in enumerate(texts) if end in text)
     for request in range(3):
-        # The end token itself is still computed; what is fed after it is padding.
-        decoded = place + 1 if request == ended else DECODED
+        # From its end token on, nobody asks for what follows it.
+        decoded = place if request == ended else DECODED
         mine = rows_of(trace, request)
         assert list(range(6 + decoded)) == trace.position[mine].tolist()
         assert decoded == (trace.phase[mine] == DECODE).sum()
-    assert place + 1 + 2 * DECODED == histogram.phases["decode"].tokens - before
+    assert place + 2 * DECODED == histogram.phases["decode"].tokens - before
 
 
 def test_a_padded_row_gets_no_token_at_all(model):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from safetensors.numpy import save_file
 
 from checkpoint_files import write_header, write_model, write_shard
 from hotsplit.errors import CheckpointError
-from hotsplit.plan.checkpoint import DTYPE_BITS, read_header, read_headers, tensor_bytes
+from hotsplit.plan.checkpoint import DTYPE_BITS, read_header, read_headers, require_loadable, tensor_bytes
 
 CONFIG = {"model_type": "toy"}
 TENSORS = {"a": ("F32", [2, 3]), "b": ("BF16", [4]), "c": ("F8_E8M0", []), "d": ("F4", [3])}
@@ -18,6 +19,19 @@ TENSORS = {"a": ("F32", [2, 3]), "b": ("BF16", [4]), "c": ("F8_E8M0", []), "d": 
 def entry(**changes: object) -> bytes:
     fields = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]} | changes
     return json.dumps({"w": fields}).encode()
+
+
+def two(first: list[int], second: list[int]) -> bytes:
+    """Tensors a and b at these offsets."""
+    places = {"a": first, "b": second}
+    return json.dumps(
+        {name: {"dtype": "U8", "shape": [at[1] - at[0]], "data_offsets": at} for name, at in places.items()}
+    ).encode()
+
+
+def metadata(value: object) -> bytes:
+    fields = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
+    return json.dumps({"__metadata__": value, "w": fields}).encode()
 
 
 def error_of(folder: Path) -> str:
@@ -65,6 +79,49 @@ def test_without_an_index_the_single_file_is_read_alone(tmp_path):
     write_model(tmp_path, TENSORS, config=CONFIG)
     write_shard(tmp_path / "consolidated.safetensors", {"other": ("U8", [1])})
     assert sorted(TENSORS) == sorted(read_headers(tmp_path).tensors)
+
+
+def test_beside_an_index_the_single_file_is_read_alone_as_transformers_does(tmp_path):
+    write_model(tmp_path, TENSORS, config=CONFIG, num_shards=2)
+    write_model(tmp_path, {"a": ("U8", [1])}, config=CONFIG)
+    checkpoint = read_headers(tmp_path)
+    assert (["a"], "model.safetensors") == (list(checkpoint.tensors), checkpoint.entry.name)
+
+
+@pytest.mark.parametrize("name", ["other.safetensors", "sub/other.safetensors"])
+def test_the_file_that_the_config_names_comes_first(tmp_path, name):
+    write_model(tmp_path, TENSORS, config=CONFIG | {"transformers_weights": name})
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    write_shard(tmp_path / name, {"other": ("U8", [1])})
+    assert ["other"] == list(read_headers(tmp_path).tensors)
+
+
+def test_the_index_that_the_config_names_comes_first(tmp_path):
+    write_model(tmp_path, TENSORS, config=CONFIG, num_shards=2)
+    (tmp_path / "model.safetensors.index.json").rename(tmp_path / "own.safetensors.index.json")
+    write_model(tmp_path, {"x": ("U8", [1])}, config=CONFIG | {"transformers_weights": "own.safetensors.index.json"})
+    assert sorted(TENSORS) == list(read_headers(tmp_path).tensors)
+
+
+@pytest.mark.parametrize("name", ["gone.safetensors", "../far.safetensors", "config.json", 7, ""])
+def test_a_file_that_the_config_names_and_the_folder_lacks_is_refused(tmp_path, name):
+    write_model(tmp_path / "model", TENSORS, config=CONFIG | {"transformers_weights": name})
+    write_shard(tmp_path / "far.safetensors", TENSORS)
+    assert f"transformers_weights: got {name!r}; wanted a .safetensors file" in error_of(tmp_path / "model")
+
+
+def test_a_folder_with_one_file_or_an_index_is_loadable(tmp_path):
+    require_loadable(read_headers(write_model(tmp_path / "one", TENSORS, config=CONFIG)))
+    require_loadable(read_headers(write_model(tmp_path / "three", TENSORS, config=CONFIG, num_shards=3)))
+
+
+def test_shards_without_an_index_can_be_read_and_not_loaded(tmp_path):
+    write_model(tmp_path, TENSORS, config=CONFIG, num_shards=2)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    checkpoint = read_headers(tmp_path)
+    assert (sorted(TENSORS), None) == (list(checkpoint.tensors), checkpoint.entry)
+    with pytest.raises(CheckpointError, match="without model.safetensors.index.json; wanted .*; download the index"):
+        require_loadable(checkpoint)
 
 
 def test_without_index_and_single_file_every_safetensors_file_is_read(tmp_path):
@@ -142,7 +199,7 @@ def test_a_shard_missing_by_its_number_is_found_without_an_index(tmp_path):
 
 @pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": {"a": 1}}'])
 def test_an_index_without_a_weight_map_is_refused(tmp_path, index):
-    write_model(tmp_path, TENSORS, config=CONFIG)
+    write_model(tmp_path, TENSORS, config=CONFIG, num_shards=2)
     (tmp_path / "model.safetensors.index.json").write_text(index)
     assert "got no weight_map" in error_of(tmp_path)
 
@@ -209,6 +266,15 @@ def test_a_git_lfs_pointer_is_recognised(tmp_path):
         (entry(data_offsets=[4, 0]), "tensor w of -4 bytes; wanted 4 for U8 [4]"),
         (entry(data_offsets=[0, 3]), "tensor w of 3 bytes; wanted 4 for U8 [4]"),
         (entry(data_offsets=[10**12, 10**12 + 4]), "is truncated"),
+        (entry(shape=[3], data_offsets=[0, 3]), "got 1 bytes after its last tensor"),
+        (entry(shape=[3], data_offsets=[1, 4]), "tensor w that begins 1 bytes late"),
+        (two([0, 4], [2, 4]), "tensor b that overlaps another tensor"),
+        (two([0, 2], [1, 4]), "tensor b that overlaps another tensor"),
+        (two([0, 1], [3, 4]), "tensor b that begins 2 bytes late"),
+        (b'{"w": {}, "w": {}}', "the key 'w' twice"),
+        (metadata([]), "a __metadata__ that is no object of strings"),
+        (metadata(None), "a __metadata__ that is no object of strings"),
+        (metadata({"format": 1}), "a __metadata__ that is no object of strings"),
     ],
 )
 def test_a_header_that_cannot_be_right_is_refused(tmp_path, header, wanted):
@@ -229,3 +295,9 @@ def test_an_unreadable_shard_says_why(tmp_path):
     folder.mkdir()
     with pytest.raises(CheckpointError, match=r"x\.safetensors: got Is a directory; wanted a readable file"):
         read_header(folder)
+
+
+def test_a_named_pipe_in_a_shards_place_is_never_opened(tmp_path):
+    os.mkfifo(tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match=r"x\.safetensors: got a named pipe, no regular file"):
+        read_header(tmp_path / "x.safetensors")

@@ -9,8 +9,10 @@ banks.close()                            when the model goes
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +26,7 @@ from hotsplit.bank.pointers import PointerRows
 from hotsplit.bank.route import Phase, Router
 from hotsplit.bank.source import ExpertSource
 from hotsplit.bank.swap import Swapper
-from hotsplit.errors import ConfigError
+from hotsplit.errors import BankError, ConfigError, EngineError
 from hotsplit.plan.rebalance import RebalanceOptions, Rebalancer
 
 logger = logging.getLogger(__name__)
@@ -89,6 +91,7 @@ class Banks:
         self.live = Live(self.router, plan_shares=prior, row_bytes=row_bytes, dyn_steps=options.dyn_steps)
         """The loop that corrects the plan."""
         self._maths: dict[int, ExpertMath] = {}
+        self._pid = os.getpid()
         self._step = 0
         self._phase: Phase = "prefill"
         self._is_padding: torch.Tensor | None = None
@@ -152,13 +155,24 @@ class Banks:
             math=self._maths[layer_id],
         )
 
+    def abandon_step(self) -> None:
+        """Forget the step under way: it broke off, and half a step's counts would fit nothing."""
+        self.router.discard()
+
     def tick(self) -> None:
         """Between two steps: count, publish, update.
 
         Raises:
-            BankError: The third update in a row failed.
+            BankError: The third update in a row failed, the banks are closed, or the model's files have changed.
         """
+        self.rows.require_whole()
+        if self._pid != os.getpid() and self._swaps is not None:
+            raise BankError("a process that was forked", got="no copying thread", do="load the model in the child")
         self.live.tick()
+
+    def __reduce__(self) -> NoReturn:
+        """Neither copied nor pickled: rows are memory and files of this process."""
+        raise EngineError("a hotsplit model cannot be copied or pickled", do="load it again where it is needed")
 
     def close(self) -> None:
         """Count the last step, stop the copies, let memory and files go; twice is harmless."""

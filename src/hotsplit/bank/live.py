@@ -61,6 +61,18 @@ class Update:
     """What it was made from."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Learned:
+    """Decode traffic since the last save."""
+
+    counts: FloatArray
+    """Faded counts, in routed pairs, [L, E], float64."""
+    tokens: int
+    """Decode tokens seen."""
+    decay: float
+    """What counts saved before keep, 0 to 1."""
+
+
 @dataclass(kw_only=True, slots=True)
 class SwapTotals:
     """Swaps and their bytes since the start."""
@@ -100,7 +112,9 @@ class Live:
         self._swapper: Swapper | None = None
         self._rebalancer: Rebalancer | None = None
         self._baseline = router.counters.copy()
-        self._learned_LE = np.zeros(router.row_map.shape)
+        self._learned_LE: FloatArray = np.zeros(router.row_map.shape)
+        self._learned_upto = router.counters.counts["decode"].copy()
+        self._learned_tokens, self._learned_updates = router.counters.tokens["decode"], 0
         self._swaps_before = SwapTotals()
         self._failures_in_a_row = 0
         self._failed_now = self._succeeded_now = False
@@ -143,16 +157,25 @@ class Live:
         if is_due:
             self._report()
 
-    def learned_counts(self) -> FloatArray:
-        """What the next start may believe: decode counts, faded with every update, the window under way included, [L, E].
+    def learned(self) -> Learned:
+        """Decode traffic since learned_saved(), faded with every update, the window under way included.
 
-        The rebalancer's own counts are not that: where there was no decode it follows prefill.
+        The rebalancer's own counts are not that: where there was no decode they follow prefill.
         """
-        return self._learned_LE + self._since_update("decode")
+        counters = self._router.counters
+        decay = 1.0 if self._rebalancer is None else self._rebalancer.decay
+        return Learned(
+            counts=self._learned_LE + (counters.counts["decode"] - self._learned_upto),
+            tokens=counters.tokens["decode"] - self._learned_tokens,
+            decay=decay ** (self.num_updates - self._learned_updates),
+        )
 
-    def _since_update(self, phase: Phase) -> npt.NDArray[np.int64]:
-        counts_LE: npt.NDArray[np.int64] = self._router.counters.counts[phase] - self._baseline.counts[phase]
-        return counts_LE
+    def learned_saved(self) -> None:
+        """What learned() told is kept: begin anew."""
+        counters = self._router.counters
+        self._learned_LE = np.zeros_like(self._learned_LE)
+        self._learned_upto, self._learned_tokens = counters.counts["decode"].copy(), counters.tokens["decode"]
+        self._learned_updates = self.num_updates
 
     def window(self) -> Window:
         """What happened since the last update."""
@@ -162,8 +185,6 @@ class Live:
         result = swapper.tick()
         self._succeeded_now |= bool(result.published)
         for swap in result.published:
-            if self._rebalancer is not None:
-                self._rebalancer.published(swap)
             self.swaps.done += 1
             self.swaps.moved_bytes += self._row_bytes[swap.layer_id]
         for swap, reason in result.failed:
@@ -196,7 +217,13 @@ class Live:
         if self._swapper is None or self._rebalancer is None:
             return
         window = self.window()
-        self._learned_LE = self._learned_LE * self._rebalancer.decay + self._since_update("decode")
+        decode_LE = self._router.counters.counts["decode"]
+        self._learned_LE = self._learned_LE * self._rebalancer.decay + (decode_LE - self._learned_upto)
+        self._learned_upto = decode_LE.copy()
+        if window.phase == "prefill" and self._router.counters.tokens["decode"]:
+            return  # where there is decode, prefill does not speak
+        # The row map is the truth, also where an interrupt fell between a publish and our hearing of it.
+        self._rebalancer.follow(self._router.hot_mask())
         busy = self._swapper.busy()
         for swap in self._rebalancer.update(window.counts, tokens=window.tokens):
             asked = swap.layer_id not in busy and self._swapper.request(

@@ -12,8 +12,10 @@ tensor whose parts lie apart in the file (gate here, up there) is gathered for t
 from __future__ import annotations
 
 import mmap
+import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -23,6 +25,8 @@ from hotsplit.bank.source import ExpertSource, Span
 from hotsplit.errors import BankError
 
 RowTensors = Mapping[str, torch.Tensor]
+
+_CHECK_EVERY_S = 1.0
 
 
 class PointerRows:
@@ -42,6 +46,8 @@ class PointerRows:
         self._starts = _arena_starts(source, layers)
         self._arena = _arena(self._starts[-1])
         self._maps = [_map_file(path) for path in source.files]
+        self._marks = [_mark(path) for path in source.files]
+        self._checked_at = time.monotonic()
         self._views: dict[tuple[int, int], RowTensors] = {}
         self._is_closed = False
 
@@ -128,6 +134,21 @@ class PointerRows:
         """
         return row - self._layers[layer_id].first_cold
 
+    def require_whole(self) -> None:
+        """Refuse to go on with files that have changed under the map; looked at once a second at most.
+
+        Raises:
+            BankError: The banks are closed, or a file was written to, truncated or cannot be seen any more.
+        """
+        self._require_open()
+        now = time.monotonic()
+        if now - self._checked_at < _CHECK_EVERY_S:
+            return
+        self._checked_at = now
+        for path, mark in zip(self._source.files, self._marks, strict=True):
+            if _mark(path) not in (mark, None):
+                raise BankError(f"{path} has changed while it was in use", do="load the model again")
+
     def drop_cold_pages(self) -> None:
         """Let go of every mapped page of the files, so that the page cache may give them up."""
         for mapping, _ in self._maps:
@@ -198,6 +219,15 @@ def _map_file(path: object) -> tuple[mmap.mmap, torch.Tensor]:
         # Nobody writes to a cold row; a private writable mapping would be charged as memory that it never takes.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return mapping, torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _mark(path: Path) -> tuple[int, int, int] | None:
+    """What tells whether a file is still the same; None where it is gone from its folder, which harms no mapping."""
+    try:
+        now = path.stat()
+    except OSError:
+        return None
+    return (now.st_ino, now.st_size, now.st_mtime_ns)
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:

@@ -120,6 +120,10 @@ class Router:
             redirect_padding=self._redirect_padding,
         )
 
+    def discard(self) -> None:
+        """Forget the calls since the last flush."""
+        self._stash = []
+
     def publish(self, layer_id: int, *, expert: int, row: int) -> None:
         """Change one entry of the row map, in place, between steps.
 

@@ -17,19 +17,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from hotsplit.errors import CheckpointError
-from hotsplit.files import read_json
+from hotsplit.files import read_json, require_regular, unique_keys
+from hotsplit.plan.shards import INDEX_NAME, SINGLE_NAME, weight_files
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit; a longer length field means that this is no safetensors file."""
 
@@ -59,9 +55,6 @@ DTYPE_BITS: Mapping[str, int] = {
 }
 """Bits per element of every dtype of the format."""
 
-_SHARD = re.compile(r"-\d+-of-(?P<total>\d+)\.safetensors$")
-_OTHER_WEIGHTS = ("*.bin", "*.gguf", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorInfo:
@@ -89,6 +82,9 @@ class Checkpoint:
     """config.json as it is."""
     tensors: Mapping[str, TensorInfo]
     """By checkpoint name, in name order."""
+    entry: Path | None
+    """The file that a loader starts from, model.safetensors or an index; None where it is neither: the headers can be
+    read, and no engine can load them."""
 
     @property
     def headers_hash(self) -> str:
@@ -103,8 +99,10 @@ class Checkpoint:
 def read_headers(folder: Path) -> Checkpoint:
     """Read config.json and every safetensors header of a model folder.
 
-    The shards are those that model.safetensors.index.json names; without one, model.safetensors; without that, every
-    *.safetensors file of the folder.
+    The files are those that transformers loads: the one that config.json names in transformers_weights, if it does;
+    else model.safetensors, alone, even where there is an index as well; else the shards of
+    model.safetensors.index.json. Without any of them every *.safetensors file of the folder is read: that is enough to
+    plan, and not to load (`require_loadable`).
 
     Args:
         folder: The model folder.
@@ -117,15 +115,33 @@ def read_headers(folder: Path) -> Checkpoint:
             truncated or has an unreadable header; a tensor that the index promises and the shard lacks.
     """
     config = _read_config(folder)
-    index = _read_index(folder)
-    files = _index_files(folder, index) if index is not None else _folder_files(folder)
+    found = weight_files(folder, config)
     tensors: dict[str, TensorInfo] = {}
-    for file in files:
+    for file in found.files:
         for name, info in read_header(file).items():
-            _take(tensors, name, info=info, index=index)
-    if index is not None:
-        _check_index(tensors, index)
-    return Checkpoint(folder=folder, config=config, tensors=dict(sorted(tensors.items())))
+            _take(tensors, name, info=info, index=found.index)
+    if found.index is not None:
+        _check_index(tensors, found.index)
+    return Checkpoint(folder=folder, config=config, tensors=dict(sorted(tensors.items())), entry=found.entry)
+
+
+def require_loadable(checkpoint: Checkpoint) -> None:
+    """Refuse a folder whose files transformers would not find, before it says so at greater length.
+
+    Args:
+        checkpoint: From `read_headers`.
+
+    Raises:
+        CheckpointError: Loose safetensors files, with neither an index nor the one name that is known.
+    """
+    if checkpoint.entry is None:
+        raise CheckpointError(
+            f"model folder {checkpoint.folder}",
+            got=f"safetensors files without {INDEX_NAME}",
+            wanted=f"that index beside its shards, or one file {SINGLE_NAME}",
+            do="download the index too",
+            folder=checkpoint.folder,
+        )
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
@@ -141,6 +157,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         CheckpointError: The file cannot be read, is no safetensors file, or is truncated.
     """
     header, start, size = _read_raw_header(file)
+    _check_metadata(file, header)
     tensors = {
         name: _tensor_info(file, name, entry=entry, start=start)
         for name, entry in header.items()
@@ -155,7 +172,27 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             do="download it again",
             file=file,
         )
+    if end < size:
+        raise _bad_header(file, f"{size - end} bytes after its last tensor", wanted="none")
+    _check_places(file, tensors, start=start)
     return tensors
+
+
+def _check_metadata(file: Path, header: Mapping[str, Any]) -> None:
+    """`__metadata__`, where it is there, holds text by name."""
+    metadata = header.get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _bad_header(file, "a __metadata__ that is no object of strings")
+
+
+def _check_places(file: Path, tensors: Mapping[str, TensorInfo], *, start: int) -> None:
+    """The format has no tensor inside another and no byte between two. Args: start: where the data begins, bytes."""
+    end = start
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if info.offset != end:
+            how = "overlaps another tensor" if info.offset < end else f"begins {info.offset - end} bytes late"
+            raise _bad_header(file, f"tensor {name} that {how}", wanted="tensors one after the other")
+        end += info.nbytes
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -169,80 +206,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"model folder {folder}", got="no config.json", do="give the folder of a transformers model", folder=folder
         )
-    config = read_json(path, what="model config", error=CheckpointError)
+    config = read_json(path, what="model config", error=CheckpointError, repeats=True)
     if not isinstance(config, dict):
         raise CheckpointError(f"model config {path}", got=type(config).__name__, wanted="a JSON object", file=path)
     return config
-
-
-def _read_index(folder: Path) -> dict[str, str] | None:
-    """Tensor name -> shard name, or None where there is no index."""
-    path = folder / INDEX_NAME
-    if not path.exists():
-        return None
-    index = read_json(path, what="index", error=CheckpointError)
-    shards = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-        raise CheckpointError(
-            f"index {path}",
-            got="no weight_map",
-            wanted="tensor names with the shard of each",
-            do="download it again",
-            file=path,
-        )
-    return shards
-
-
-def _index_files(folder: Path, index: Mapping[str, str]) -> list[Path]:
-    names = sorted(set(index.values()))
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise CheckpointError(
-            f"model folder {folder} lacks {len(missing)} of {len(names)} shards that {INDEX_NAME} names",
-            got=f"no {_some(missing)}",
-            do="download the model again",
-            missing=missing,
-        )
-    return [folder / name for name in names]
-
-
-def _folder_files(folder: Path) -> list[Path]:
-    if (folder / SINGLE_NAME).is_file():
-        return [folder / SINGLE_NAME]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(
-            f"model folder {folder}", got=_what_else(folder), wanted="*.safetensors", do=_cure(folder), folder=folder
-        )
-    _check_numbers(folder, files)
-    return files
-
-
-def _check_numbers(folder: Path, files: list[Path]) -> None:
-    """Without an index, the numbers in the names still tell that a shard is missing."""
-    totals = Counter(shard["total"] for file in files if (shard := _SHARD.search(file.name)))
-    for total, present in totals.items():
-        if present < int(total):
-            raise CheckpointError(
-                f"model folder {folder} lacks shards",
-                got=f"{present} files named *-of-{total}.safetensors",
-                wanted=str(int(total)),
-                do="download the model again",
-                folder=folder,
-            )
-
-
-def _other_weights(folder: Path) -> list[str]:
-    return sorted(path.name for pattern in _OTHER_WEIGHTS for path in folder.glob(pattern))
-
-
-def _what_else(folder: Path) -> str:
-    others = _other_weights(folder)
-    return f"{_some(others)} only" if others else "no weights"
-
-
-def _cure(folder: Path) -> str:
-    return "convert the model to safetensors" if _other_weights(folder) else "download the model's weights"
 
 
 def _take(tensors: dict[str, TensorInfo], name: str, *, info: TensorInfo, index: Mapping[str, str] | None) -> None:
@@ -275,8 +242,8 @@ def _check_index(tensors: Mapping[str, TensorInfo], index: Mapping[str, str]) ->
 def _read_raw_header(file: Path) -> tuple[dict[str, Any], int, int]:
     """The header as JSON, where the data begins, and the size of the file in bytes."""
     try:
+        size = require_regular(file)
         with file.open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
             prefix = stream.read(8)
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or length > min(MAX_HEADER_BYTES, size - 8):
@@ -287,7 +254,7 @@ def _read_raw_header(file: Path) -> tuple[dict[str, Any], int, int]:
             f"shard {file}", got=error.strerror or str(error), wanted="a readable file", file=file
         ) from error
     try:
-        header = json.loads(data)
+        header = json.loads(data, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise _bad_header(file, f"a header that is no JSON: {error}") from error
     if not isinstance(header, dict):
@@ -346,9 +313,3 @@ def _are_sizes(value: object) -> TypeGuard[list[int]]:
 
 def _bad_header(file: Path, got: str, *, wanted: str = "a safetensors header") -> CheckpointError:
     return CheckpointError(f"shard {file}", got=got, wanted=wanted, do="download it again", file=file)
-
-
-def _some(names: list[str]) -> str:
-    """The first few of many names."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

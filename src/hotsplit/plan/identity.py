@@ -12,6 +12,11 @@ from typing import Any
 from hotsplit.errors import PlanMismatchError
 from hotsplit.notices import Notice
 
+MAX_INTEGER = 2**53
+"""The largest integer that a file may hold: up to it float64, and so every JSON parser, has each one exactly."""
+MAX_CELLS = 2**24
+"""The most layers x experts that a file may claim: a hundred times any model, and small enough to allocate."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelIdentity:

@@ -3,6 +3,7 @@
 Beside the histogram at the head of the flow: `counters -> learned file -> next start's histogram`. One file per model
 identity and pipeline stage, in the histogram form, under the user's state folder and never in the model's. It is
 written under a lock, whole or not at all; a file that does not fit is skipped aloud, never guessed at and never fatal.
+Runs that go on at the same time add to one file: each save carries only what its run learned since its last save.
 
     STATE_DIR/learned/qwen3_moe-1f0c3c1e5a7b9d02-stage0.json        the counts
     STATE_DIR/learned/qwen3_moe-1f0c3c1e5a7b9d02-stage0.json.lock   held while they are written
@@ -16,16 +17,21 @@ import contextlib
 import fcntl
 import hashlib
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
 
 from hotsplit.errors import HistogramError, HotsplitError, PlanMismatchError
 from hotsplit.files import canonical_json, read_json
 from hotsplit.notices import Notice
-from hotsplit.plan.dialects import Document, identity_of, parse_ours
+from hotsplit.plan.dialects import Document, parse_ours
 from hotsplit.plan.histogram import (
     FORMAT,
+    MAX_COUNT,
     Histogram,
     PhaseCounts,
     name_layers,
@@ -38,6 +44,8 @@ from hotsplit.plan.rerank import MIN_TOKENS, fewest_tokens, rerank
 
 _WEIGHT = 1.0
 """What learned shares weigh beside the reference's."""
+_LOCK_TRIES, _LOCK_WAIT_S = 200, 0.01
+"""Two seconds in all: a save takes milliseconds, and a run that ends must not wait for one that hangs."""
 
 
 def learned_path(state_dir: Path, identity: ModelIdentity, *, stage: int = 0) -> Path:
@@ -54,7 +62,7 @@ def learned_path(state_dir: Path, identity: ModelIdentity, *, stage: int = 0) ->
 
 
 def save_learned(histogram: Histogram, state_dir: Path, *, stage: int = 0) -> Path:
-    """Keep the live counts for the next start.
+    """Replace the learned counts; what the file held is gone.
 
     Args:
         histogram: Decayed live counts in routed pairs, without the prior; fractions are normal. Its tokens are those
@@ -67,24 +75,61 @@ def save_learned(histogram: Histogram, state_dir: Path, *, stage: int = 0) -> Pa
 
     Raises:
         HistogramError: A count is not one.
-        HotsplitError: The folder cannot be written; what was there stays.
+        HotsplitError: The folder cannot be written, or another process holds the lock for seconds; what was there
+            stays.
     """
     path = learned_path(state_dir, histogram.identity, stage=stage)
     validate(replace(histogram, normalised=True), what=f"learned counts for {path}")
     with _locked(path):
-        for leftover in path.parent.glob(f".{path.name}.*"):
-            leftover.unlink(missing_ok=True)  # of a writer that was killed: nobody else writes under the lock
-        save_histogram(_with_tokens(histogram), path)
+        _write(histogram, path)
+    return path
+
+
+def add_learned(now: Histogram, state_dir: Path, *, decay: float, stage: int = 0) -> Path:
+    """Add to the learned counts what one run learned since it last did so.
+
+    Under the lock: file = decay x file + now, tokens = tokens of the file + tokens of now. A run may call this as often
+    as it likes, and runs side by side may do so in any order: nothing is added twice and nothing is lost, if each
+
+    - passes in `now` what it learned since its last call that returned: with T(u) its decayed counts after u updates,
+      T(u) - decay_per_update^(u - v) x T(v), where its last call was after v updates; and likewise its tokens;
+    - passes as `decay` decay_per_update^(u - v), so that what the file holds fades once for each update of each run;
+    - takes a call that raised as one that never was: its counts are part of the next one's.
+
+    A file that is damaged, or of another model, is not carried on: `load_learned` has said so at the start.
+
+    Args:
+        now: Decayed live counts since the last save, in routed pairs, without the prior, with the tokens since then.
+        state_dir: HOTSPLIT_STATE_DIR.
+        decay: What a count keeps over the updates since the last save, 0 to 1; 1 where there were none.
+        stage: Pipeline stage.
+
+    Returns:
+        The file.
+
+    Raises:
+        HistogramError: A count is not one, or the decay is not from 0 to 1.
+        HotsplitError: The folder cannot be written, or another process holds the lock for seconds; what was there
+            stays.
+    """
+    path = learned_path(state_dir, now.identity, stage=stage)
+    what = f"learned counts for {path}"
+    validate(replace(now, normalised=True), what=what)
+    if not 0 <= decay <= 1:
+        raise HistogramError(f"{what}, decay", got=str(decay), wanted="a number from 0 to 1", value=decay)
+    with _locked(path):
+        before, _ = load_learned(state_dir, now.identity, stage=stage)
+        _write(carry_on(before, _with_tokens(now), decay=decay), path)
     return path
 
 
 def carry_on(before: Histogram | None, now: Histogram, *, decay: float) -> Histogram:
-    """What earlier runs learned, faded by this run's updates, plus what this run learned.
+    """What was learned before, faded, plus what was learned since.
 
     Args:
-        before: From `load_learned` at the start, or None.
-        now: Decayed live counts of this run, in routed pairs, with the tokens that it saw.
-        decay: What an earlier count keeps after this run's updates, 0 to 1.
+        before: What the file holds, or None.
+        now: Decayed live counts since then, in routed pairs, with the tokens behind them.
+        decay: What an earlier count keeps, 0 to 1.
     """
     if before is None:
         return now
@@ -93,8 +138,8 @@ def carry_on(before: Histogram | None, now: Histogram, *, decay: float) -> Histo
         earlier = before.phases.get(phase)
         counts, tokens = counted.counts, counted.tokens
         if earlier is not None:
-            counts = counts + decay * earlier.counts
-            tokens = None if tokens is None else tokens + (earlier.tokens or 0)
+            counts = np.minimum(counts + decay * earlier.counts, MAX_COUNT)
+            tokens = None if tokens is None else min(tokens + (earlier.tokens or 0), MAX_COUNT)
         phases[phase] = PhaseCounts(counts=counts, tokens=tokens)
     return replace(now, phases=phases, normalised=True)
 
@@ -168,13 +213,35 @@ def _locked(path: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(Path(f"{path}.lock").open("ab"))
-            fcntl.flock(file, fcntl.LOCK_EX)
+            has_lock = _try_lock(stack.enter_context(Path(f"{path}.lock").open("ab")))
         except OSError as error:
             reason = error.strerror or str(error)
             do = "set HOTSPLIT_STATE_DIR to a folder that can be written"
             raise HotsplitError(f"cannot write {path}", got=reason, do=do, path=path) from error
+        if not has_lock:
+            got = f"another process that has held {path.name}.lock for {_LOCK_TRIES * _LOCK_WAIT_S:g} s"
+            raise HotsplitError(f"cannot write {path}", got=got, do="end it, or set HOTSPLIT_STATE_DIR", path=path)
         yield
+
+
+def _try_lock(file: BinaryIO) -> bool:
+    """Whether the lock came free in time."""
+    for _ in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_LOCK_WAIT_S)
+        else:
+            return True
+    return False
+
+
+def _write(histogram: Histogram, path: Path) -> None:
+    """Write under the lock, and clear away what a writer that was killed left: nobody else writes now."""
+    for leftover in path.parent.glob(f".{path.name}.*"):
+        with contextlib.suppress(OSError):
+            leftover.unlink()
+    save_histogram(_with_tokens(histogram), path)
 
 
 def _with_tokens(histogram: Histogram) -> Histogram:
@@ -207,9 +274,9 @@ def _other_models(path: Path, identity: ModelIdentity) -> list[Notice]:
     stage = path.name.rpartition("-")[2]
     found: list[tuple[bool, int, str, str]] = []
     for other in sorted(path.parent.glob(f"*-{stage}")) if path.parent.is_dir() else []:
-        with contextlib.suppress(HotsplitError, ValueError, KeyError, TypeError):
-            model = read_json(other, what="learned counts", error=HistogramError)["model"]
-            differing, unknown = differences(identity_of(model, what=str(other)), identity)
+        with contextlib.suppress(HotsplitError, ValueError):
+            theirs = _read(other)[0].identity
+            differing, unknown = differences(theirs, identity)
             reasons = differing + [f"{name} is not known" for name in unknown]
             is_foreign = any(reason.startswith("model_type") for reason in reasons)
             found.append((is_foreign, len(reasons), "; ".join(reasons), str(other)))

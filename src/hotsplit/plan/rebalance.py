@@ -154,6 +154,14 @@ class Rebalancer:
         """What a count keeps of its weight from one update to the next."""
         return self._options.decay
 
+    def follow(self, hot: npt.NDArray[np.bool_]) -> None:
+        """Take the hot mask from the row map itself.
+
+        Args:
+            hot: Which experts are hot now, [L, E], bool.
+        """
+        self._hot_LE = np.array(hot, dtype=bool)
+
     def hot(self) -> npt.NDArray[np.bool_]:
         """Which experts are hot, a copy, [L, E], bool."""
         return self._hot_LE.copy()

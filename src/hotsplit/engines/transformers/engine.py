@@ -5,29 +5,22 @@ A model from hotsplit.load() carries it as `model.hotsplit`.
 
 from __future__ import annotations
 
-import itertools
 import logging
-import os
-import shutil
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hotsplit.bank.banks import Banks
 from hotsplit.bank.live import Update
 from hotsplit.bank.route import PHASES
-from hotsplit.errors import EngineError, HotsplitError
+from hotsplit.errors import HotsplitError
 from hotsplit.metrics import MetricsSnapshot, write_snapshot
 from hotsplit.notices import Notice
 from hotsplit.plan.histogram import Histogram, PhaseCounts
-from hotsplit.plan.learned import carry_on, save_learned
+from hotsplit.plan.learned import add_learned
 from hotsplit.plan.planfile import Plan, plan_hash
 from hotsplit.plan.sizes import ExpertSizes
 from hotsplit.version import __version__
@@ -36,11 +29,6 @@ logger = logging.getLogger(__name__)
 
 SAVE_EVERY_S = 300.0
 """Seconds between two saves of the learned counts, at an update; they are always saved at the end."""
-
-
-_run_numbers = itertools.count()
-KEPT_RUNS = 20
-"""Run folders that a start leaves behind; older ones are removed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,10 +43,6 @@ class EngineOptions:
     """The budget, as asked for."""
     dynamic: bool
     """Whether hot experts follow the traffic."""
-    learned_before: Histogram | None = None
-    """What earlier runs learned."""
-    decay: float = 1.0
-    """What a learned count keeps at every update."""
 
 
 class Engine:
@@ -172,21 +156,18 @@ class Engine:
         self._saved_at = time.monotonic()
         if self._options.run_dir is not None:
             self._write_snapshot(self._options.run_dir)
-        counts_LE = self.banks.live.learned_counts()
-        if self._options.learn_into is None or not counts_LE.any():
+        learned = self.banks.live.learned()
+        if self._options.learn_into is None or not learned.tokens:
             return
+        counted = {"decode": PhaseCounts(counts=learned.counts, tokens=learned.tokens)}
+        now = self._as_histogram(counted, normalised=True)
         try:
-            path = save_learned(self._learned(counts_LE), self._options.learn_into)
-            logger.info("learned counts saved to %s", path)
+            path = add_learned(now, self._options.learn_into, decay=learned.decay)
         except HotsplitError as error:
             logger.warning("learned counts are not saved: %s", error)
-
-    def _learned(self, counts: npt.NDArray[np.float64]) -> Histogram:
-        """What earlier runs learned and this one: counts fade with every update, tokens add up."""
-        tokens = self.banks.router.counters.tokens["decode"]
-        now = self._as_histogram({"decode": PhaseCounts(counts=counts, tokens=tokens)}, normalised=True)
-        decay = self._options.decay**self.banks.live.num_updates
-        return carry_on(self._options.learned_before, now, decay=decay)
+            return
+        self.banks.live.learned_saved()
+        logger.info("learned counts saved to %s", path)
 
     def _write_snapshot(self, run_dir: Path) -> None:
         try:
@@ -203,36 +184,3 @@ class Engine:
             quantisation=self.sizes.quantisation,
             source={"made_by": f"hotsplit {__version__}"},
         )
-
-
-def new_run_dir(state_dir: Path) -> Path:
-    """A name for this run's folder of snapshots; the oldest folders of other runs go.
-
-    Args:
-        state_dir: HOTSPLIT_STATE_DIR.
-    """
-    runs = state_dir / "runs"
-    for old in sorted(runs.glob("*-*"))[: -KEPT_RUNS + 1]:
-        shutil.rmtree(old, ignore_errors=True)
-    return runs / f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}-{next(_run_numbers)}"
-
-
-def guard(model: Any, *, engine: Engine) -> None:
-    """Hang the handle on the model, block what would silently lose the experts, and close when the model goes.
-
-    Args:
-        model: The loaded model.
-        engine: Its handle.
-    """
-    model.hotsplit = engine
-
-    def refuse(*_args: object, **_kwargs: object) -> None:
-        raise EngineError(
-            "save_pretrained",
-            got="a model whose routed experts lie in its checkpoint's files",
-            do="copy the model folder instead",
-        )
-
-    model.save_pretrained = refuse
-    model.push_to_hub = refuse
-    weakref.finalize(model, engine.close)

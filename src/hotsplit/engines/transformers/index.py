@@ -194,15 +194,18 @@ def index_experts(
         for expert in range(num_experts):
             rows[layer_id, expert] = _spans(parts, layout=layout, expert=expert, number=number)
     shapes = layers[0].parameters
+    conversions = {
+        name: _conversion(converters.get(name), stored=found[f"{layers[0].path}.{name}"], shape=shape)
+        for name, (shape, _) in shapes.items()
+    }
+    for layer, layout in zip(layers, layouts, strict=True):
+        _check_shapes(layout, layer=layer, conversions=conversions)
     return CheckpointSource(
         files=files,
         num_experts=num_experts,
         layouts=tuple(layouts),
         layers=tuple(layers),
-        conversions={
-            name: _conversion(converters.get(name), stored=found[f"{layers[0].path}.{name}"], shape=shape)
-            for name, (shape, _) in shapes.items()
-        },
+        conversions=conversions,
         rows=rows,
     )
 
@@ -264,6 +267,26 @@ def _check_complete(parts: Mapping[str, _Stored], *, layer: ExpertsLayer, num_ex
                     wanted=f"{num_experts} whole experts",
                     do="download the model again",
                 )
+
+
+def _check_shapes(layout: RowLayout, *, layer: ExpertsLayer, conversions: Mapping[str, Conversion]) -> None:
+    """What is stored must become the module's own parameters; packed FP4 holds two columns per byte."""
+    for part in layout.tensors:
+        if part.name.endswith(SCALE):
+            continue
+        shape = list(part.shape)
+        if part.dtype == torch.int8:
+            shape[-1] *= 2
+        if conversions[part.name].transpose:
+            shape[-2:] = reversed(shape[-2:])
+        wanted = layer.parameters[part.name][0][1:]
+        if tuple(shape) != wanted:
+            raise CheckpointError(
+                f"layer {layer.decoder_index}, {part.name}",
+                got=f"stored experts of shape {tuple(shape)}",
+                wanted=f"{wanted}, as config.json says",
+                do="check that config.json belongs to these weights",
+            )
 
 
 def _phases(parts: Mapping[str, _Stored], *, layer: ExpertsLayer, converters: Mapping[str, Any]) -> dict[str, int]:

@@ -8,28 +8,29 @@ Shapes: L MoE layers, E experts, D model dim.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from hotsplit.bank.banks import BankOptions, Banks
 from hotsplit.bank.build import Progress
 from hotsplit.config import HotsplitConfig, variable_name
 from hotsplit.engines.transformers import hooks
-from hotsplit.engines.transformers.engine import Engine, EngineOptions, guard, new_run_dir
-from hotsplit.engines.transformers.index import CheckpointSource, ExpertsLayer, find_experts, index_experts
+from hotsplit.engines.transformers.engine import Engine, EngineOptions
+from hotsplit.engines.transformers.guards import guard
+from hotsplit.engines.transformers.index import CheckpointSource, ExpertsLayer
 from hotsplit.engines.transformers.leave_out import MODEL_LOCK, experts_left_out
 from hotsplit.engines.transformers.mathematics import Precision, expert_math, preparer, prove
+from hotsplit.engines.transformers.opening import Opened, one_line, open_model, trusted
 from hotsplit.engines.transformers.resolve import model_class, model_folder
-from hotsplit.errors import CheckpointError, UnsupportedEngineError
+from hotsplit.engines.transformers.runs import new_run_dir
+from hotsplit.engines.transformers.steps import Steps, drive
+from hotsplit.errors import UnsupportedEngineError
 from hotsplit.host.budget import default_hot_bytes, require_memory
 from hotsplit.notices import Notice
-from hotsplit.plan.checkpoint import Checkpoint, read_headers
+from hotsplit.plan.checkpoint import read_headers
 from hotsplit.plan.choose import PlanChoice, PlanRequest, choose_plan, needed_bytes
 from hotsplit.plan.planner import PlanOptions
 from hotsplit.plan.rebalance import RebalanceOptions, thrash_notice
@@ -38,19 +39,20 @@ from hotsplit.units import gib
 
 logger = logging.getLogger(__name__)
 
-_READABLE_QUANTISATIONS = ("fp8",)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Opened:
-    """A model's facts before anything heavy is loaded."""
-
-    folder: Path
-    config: Any
-    model_class: type
-    source: CheckpointSource
-    experts_classes: tuple[type, ...]
-    sizes: ExpertSizes
+# They would move or replace the experts, load other files than those that were planned for, or change what comes back.
+_REFUSED_KWARGS = (
+    "config",
+    "device_map",
+    "experts_implementation",
+    "gguf_file",
+    "output_loading_info",
+    "quantization_config",
+    "state_dict",
+    "subfolder",
+    "tp_plan",
+    "use_safetensors",
+    "variant",
+)
 
 
 def load(
@@ -126,7 +128,7 @@ def load_with(
     for notice in _idle_settings(config):
         _say(notice)
     with MODEL_LOCK:
-        opened = _open(folder, checkpoint=checkpoint, sizes=expert_sizes(checkpoint), kwargs=kwargs)
+        opened = open_model(folder, checkpoint=checkpoint, sizes=expert_sizes(checkpoint), kwargs=kwargs)
     budget, is_given = _budget(opened.sizes, config=config)
     if budget >= opened.sizes.expert_bytes and config.plan is None and not run_when_fits:
         require_memory(opened.sizes.expert_bytes, sizes=opened.sizes, reserve_bytes=config.vram_reserve_bytes)
@@ -161,90 +163,12 @@ def _idle_settings(config: HotsplitConfig) -> Iterator[Notice]:
 
 def _checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """What from_pretrained must not be told, since it would move or replace the experts."""
-    for name in ("device_map", "quantization_config", "experts_implementation", "tp_plan", "state_dict", "gguf_file"):
+    for name in _REFUSED_KWARGS:
         if name in kwargs:
             raise UnsupportedEngineError(
                 f"model_kwargs {name!r}", got=repr(kwargs[name]), wanted="no such argument", do="leave it out"
             )
     return dict(kwargs)
-
-
-def _open(folder: Path, *, checkpoint: Checkpoint, sizes: ExpertSizes, kwargs: Mapping[str, Any]) -> _Opened:
-    """Build the model on the meta device and find every expert's bytes."""
-    import transformers
-    from transformers.quantizers import AutoHfQuantizer
-
-    hooks.register()
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, **_trusted(kwargs))
-    except (ValueError, OSError, KeyError) as error:
-        raise CheckpointError(f"{folder / 'config.json'}", got=str(error), do="check transformers' version") from error
-    kind = model_class(config)
-    quantisation = getattr(config, "quantization_config", None)
-    method = None if quantisation is None else dict(quantisation).get("quant_method")
-    if quantisation is not None and method not in _READABLE_QUANTISATIONS:
-        raise UnsupportedEngineError(
-            f"quantisation {method}",
-            got="expert rows that the transformers engine cannot read",
-            wanted="bf16, fp16, fp32 or block-FP8 experts",
-            do="use an unquantised or FP8 checkpoint of this model",
-        )
-    quantizer = None
-    if quantisation is not None:
-        # Dense weights are dequantised at load, as stock does on a CPU, also where the machine has a GPU.
-        config.quantization_config = quantisation = {**dict(quantisation), "dequantize": True}
-        quantizer = AutoHfQuantizer.from_config(quantisation, pre_quantized=True)
-    dtype = kwargs.get("dtype", kwargs.get("torch_dtype", "auto"))
-    meta = _meta_model(kind, config=config, dtype=dtype)
-    layers = find_experts(meta)
-    if not layers:
-        raise UnsupportedEngineError(
-            f"{kind.__name__}",
-            got="no experts module that transformers lets others implement",
-            wanted="an architecture whose experts use transformers' experts interface",
-            do="run this model with stock transformers",
-        )
-    layers = [layer for layer in layers if layer.decoder_index in (sizes.identity.layers or ())]
-    source = index_experts(checkpoint, model=meta, layers=layers, hf_quantizer=quantizer)
-    classes = {type(meta.get_submodule(layer.path)) for layer in layers}
-    return _Opened(
-        folder=folder,
-        config=config,
-        model_class=kind,
-        source=source,
-        experts_classes=tuple(classes),
-        sizes=_runtime_sizes(sizes, source=source),
-    )
-
-
-def _trusted(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The argument that reading a configuration takes as well."""
-    return {name: kwargs[name] for name in ("trust_remote_code",) if name in kwargs}
-
-
-def _meta_model(kind: Any, *, config: Any, dtype: Any) -> Any:
-    """The model without storage, with the dtypes that a load would give it."""
-    if dtype in ("auto", None):
-        dtype = getattr(config, "dtype", None) or torch.float32
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype)
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return kind._from_config(config, dtype=dtype)
-
-
-def _runtime_sizes(sizes: ExpertSizes, *, source: CheckpointSource) -> ExpertSizes:
-    """Sizes with the rows as they really are laid out, checked layer by layer against the headers."""
-    layers = tuple(layer.decoder_index for layer in source.layers)
-    if layers != sizes.identity.layers or source.num_experts != sizes.identity.num_experts:
-        raise UnsupportedEngineError(
-            "experts of the model",
-            got=f"modules for layers {layers} with {source.num_experts} experts",
-            wanted=f"layers {sizes.identity.layers} with {sizes.identity.num_experts}, as the checkpoint has",
-            do="run this model with stock transformers",
-        )
-    rows_L = np.array([layout.num_bytes for layout in source.layouts], dtype=np.int64)
-    return replace(sizes, row_bytes=rows_L)
 
 
 def _budget(sizes: ExpertSizes, *, config: HotsplitConfig) -> tuple[int, bool]:
@@ -271,13 +195,13 @@ def _choose(sizes: ExpertSizes, *, config: HotsplitConfig, budget: int, is_given
 def _load_stock(folder: Path, kwargs: Mapping[str, Any]) -> Any:
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder, **_trusted(kwargs))
-    kind: Any = model_class(config)
-    with MODEL_LOCK:
+    with one_line(f"the stock model of {folder}"), MODEL_LOCK:
+        config = transformers.AutoConfig.from_pretrained(folder, **trusted(kwargs))
+        kind: Any = model_class(config)
         return kind.from_pretrained(folder, **kwargs).eval()
 
 
-def _load_without_experts(opened: _Opened, kwargs: Mapping[str, Any]) -> Any:
+def _load_without_experts(opened: Opened, kwargs: Mapping[str, Any]) -> Any:
     kind: Any = opened.model_class
     with experts_left_out(kind, experts_classes=opened.experts_classes, layers=opened.source.layers):
         loaded = kind.from_pretrained(opened.folder, config=opened.config, experts_implementation=hooks.NAME, **kwargs)
@@ -286,7 +210,7 @@ def _load_without_experts(opened: _Opened, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _build(
-    loaded: Any, *, opened: _Opened, config: HotsplitConfig, choice: PlanChoice, on_progress: Progress | None
+    loaded: Any, *, opened: Opened, config: HotsplitConfig, choice: PlanChoice, on_progress: Progress | None
 ) -> Engine:
     """Rows, mathematics, hooks."""
     rebalance = RebalanceOptions(
@@ -309,7 +233,7 @@ def _build(
             banks,
             plan=choice.plan,
             sizes=opened.sizes,
-            options=_engine_options(config, choice=choice, rebalance=rebalance),
+            options=_engine_options(config, choice=choice),
             notices=notices,
             origin=choice.origin,
         )
@@ -317,8 +241,7 @@ def _build(
         banks.close()
         raise
     guard(loaded, engine=engine)
-    hook = hooks.StepHook(banks, end_ids=hooks.end_ids(loaded))
-    loaded.base_model.register_forward_pre_hook(hook, with_kwargs=True)
+    drive(loaded, steps=Steps(banks))
     return engine
 
 
@@ -344,7 +267,8 @@ def _teach(loaded: Any, *, banks: Banks, source: CheckpointSource) -> None:
             num_experts=source.num_experts,
         )
         banks.use_math(layer_id, math)
-        hooks.attach(module, banks=banks, layer_id=layer_id)
+        _, dtype = next(iter(layer.parameters.values()))
+        hooks.attach(module, banks=banks, layer_id=layer_id, dtype=dtype)
 
 
 def _reader(banks: Banks, layer_id: int) -> Callable[[int], Mapping[str, torch.Tensor]]:
@@ -359,14 +283,12 @@ def _hidden_dim(module: Any, *, layer: ExpertsLayer) -> int:
     return shape[1] if module.is_transposed else shape[2]
 
 
-def _engine_options(config: HotsplitConfig, *, choice: PlanChoice, rebalance: RebalanceOptions) -> EngineOptions:
+def _engine_options(config: HotsplitConfig, *, choice: PlanChoice) -> EngineOptions:
     return EngineOptions(
         learn_into=config.state_path if config.dynamic and config.learned == "use" else None,
         run_dir=new_run_dir(config.state_path),
         budget_bytes=choice.plan.stages[0].budget_bytes,
         dynamic=config.dynamic,
-        learned_before=choice.learned,
-        decay=rebalance.decay,
     )
 
 

@@ -1,0 +1,44 @@
+"""Run folders: old ones of ours go, and nothing else ever does."""
+
+from __future__ import annotations
+
+import os
+
+from hotsplit.engines.transformers.runs import KEPT_RUNS, new_run_dir
+
+
+def make_runs(folder, number, *, pid=2**22 + 1, content=("rank0.json",)):
+    made = []
+    for i in range(number):
+        run = folder / "runs" / f"20260101T0000{i:02d}-{pid}-0"
+        run.mkdir(parents=True)
+        for name in content:
+            (run / name).write_text("{}")
+        made.append(run)
+    return made
+
+
+def test_the_oldest_ended_runs_go(tmp_path):
+    made = make_runs(tmp_path, KEPT_RUNS + 5)
+    new_run_dir(tmp_path)
+    assert [False] * 6 + [True] * (KEPT_RUNS - 1) == [run.exists() for run in made]
+
+
+def test_a_users_own_folders_stay(tmp_path):
+    mine = [tmp_path / "runs" / f"Jan{i:02d}_12-00-00_host" for i in range(60)]
+    for folder in mine:
+        folder.mkdir(parents=True)
+        (folder / "events").write_text("mine")
+    strangers = make_runs(tmp_path, KEPT_RUNS + 5, content=("rank0.json", "notes.txt"))
+    new_run_dir(tmp_path)
+    assert all(folder.exists() for folder in [*mine, *strangers])
+
+
+def test_runs_that_still_run_stay(tmp_path):
+    made = make_runs(tmp_path, KEPT_RUNS + 5, pid=os.getpid())
+    new_run_dir(tmp_path)
+    assert all(run.exists() for run in made)
+
+
+def test_two_runs_of_one_process_have_folders_of_their_own(tmp_path):
+    assert new_run_dir(tmp_path) != new_run_dir(tmp_path)

@@ -65,7 +65,11 @@ $(VENV)/.torch-$(TORCH_VERSION): $(VENV)/.python
 	@$(PIP) $(if $(TORCH_INDEX),--retries 1 --extra-index-url $(TORCH_INDEX)) --no-deps torch==$(TORCH_VERSION)
 	@touch $@
 
-$(VENV)/.runtime: $(VENV)/.torch-$(TORCH_VERSION) pyproject.toml
+# Another version is another stamp, and installs the runtime again.
+$(VENV)/.transformers-$(TRANSFORMERS_VERSION): $(VENV)/.python
+	@touch $@
+
+$(VENV)/.runtime: $(VENV)/.torch-$(TORCH_VERSION) $(VENV)/.transformers-$(TRANSFORMERS_VERSION) pyproject.toml
 	@echo "Installing hotsplit and what it runs on"
 	@$(PIP) -e '.[transformers]' torch==$(TORCH_VERSION) transformers==$(TRANSFORMERS_VERSION)
 	@touch $@

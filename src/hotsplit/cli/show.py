@@ -14,7 +14,7 @@ from hotsplit.cli.work import open_any
 @click.argument("file")
 @json_option
 def command(file: str, as_json: bool) -> None:
-    """Show a histogram (FILE or FILE#SET), a plan, or a trace."""
+    """Show a histogram (FILE or FILE#SET), a plan, a trace, or a run's snapshot (rank0.json)."""
     opened = open_any(file)
     console.say(opened.notices)
     if as_json:

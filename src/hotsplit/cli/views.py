@@ -11,6 +11,7 @@ import numpy.typing as npt
 from hotsplit.cli import console
 from hotsplit.cli.console import rate
 from hotsplit.cli.work import Opened, PlanResult, counted
+from hotsplit.metrics import MetricsSnapshot
 from hotsplit.plan.evaluate import Evaluation
 from hotsplit.plan.histogram import PHASES, Histogram
 from hotsplit.plan.objectives import shares_of
@@ -70,7 +71,7 @@ def print_histogram(histogram: Histogram, *, name: str) -> None:
         shown = [rate(coverage(found.counts, share=share)) for share in COVERAGE]
         tokens = "-" if found.tokens is None else f"{found.tokens:,}"
         rows.append([phase, tokens, *shown, str(int((found.counts == 0).sum()))])
-    columns = ["phase", "tokens", *(f"top {share:.0%}" for share in COVERAGE), "unused"]
+    columns = ["phase", "tokens", *(f"top {100 * share:.0f} %" for share in COVERAGE), "unused"]
     console.table(heading, columns=columns, rows=rows)
 
 
@@ -93,6 +94,7 @@ def _plan_facts(plan: Plan) -> dict[str, Any]:
         "hash": plan_hash(plan),
         "hot_experts": int(hot_L.sum()),
         "hot_rows": {str(layer): int(hot) for layer, hot in zip(plan.layers, hot_L, strict=True)},
+        "hot": {str(layer): list(experts) for layer, experts in zip(plan.layers, plan.hot, strict=True)},
         "budget_bytes": [stage.budget_bytes for stage in plan.stages],
         "used_bytes": [stage.used_bytes for stage in plan.stages],
         "hit_rate": proof.hit_rate,
@@ -144,14 +146,15 @@ def print_plan_facts(plan: Plan, *, has_model: bool) -> None:
         has_model: Whether its rows are real bytes.
     """
     hot_L, num_experts = plan.hot_rows(), plan.identity.model.num_experts or 0
-    console.out.print(
-        f"{int(hot_L.sum())} of {len(hot_L) * num_experts} experts are hot, {hot_L.min()} to {hot_L.max()} per layer "
+    per_layer = f"{hot_L.min()}" if hot_L.min() == hot_L.max() else f"{hot_L.min()} to {hot_L.max()}"
+    console.prose(
+        f"{int(hot_L.sum())} of {len(hot_L) * num_experts} experts are hot, {per_layer} per layer "
         f"({len(hot_L)} layers x {num_experts}); objective {plan.objective}; plan {plan_hash(plan)[:12]}"
     )
     for i, stage in enumerate(plan.stages if has_model else ()):
         where = f"stage {i}: " if len(plan.stages) > 1 else ""
         fixed = f", {gib(stage.fixed_bytes)} of it for all experts" if stage.fixed_bytes else ""
-        console.out.print(f"{where}uses {gib(stage.used_bytes)} of {gib(stage.budget_bytes)}{fixed}")
+        console.prose(f"{where}uses {gib(stage.used_bytes)} of {gib(stage.budget_bytes)}{fixed}")
 
 
 def print_scores(evaluation: Evaluation) -> None:
@@ -168,15 +171,15 @@ def print_scores(evaluation: Evaluation) -> None:
             rate(score.layer_order),
             rate(score.oracle_reachable),
             rate(score.oracle_free),
-            f"{min(score.per_layer):.3f} (layer {score.worst_layer})",
+            f"{rate(min(score.per_layer))} ({score.worst_layer})",
         ]
         for score in evaluation.scores
     ]
     if rows:
-        columns = ["hit rate on", "plan", "null", "layer order", "reachable", "oracle", "worst layer"]
+        columns = ["hit rate on", "plan", "null", "layer\norder", "oracle\nreachable", "oracle\nfree", "worst\nlayer"]
         console.table("", columns=columns, rows=rows)
     if evaluation.drift is not None:
-        console.out.print(f"drift between the two: {evaluation.drift:.3f} (0 the same, 1 nothing in common)")
+        console.prose(f"drift between the two: {evaluation.drift:.3f} (0 the same, 1 nothing in common)")
 
 
 def show_json(opened: Opened) -> dict[str, Any]:
@@ -188,6 +191,8 @@ def show_json(opened: Opened) -> dict[str, Any]:
     content = opened.content
     if isinstance(content, Plan):
         return _plan_facts(content)
+    if isinstance(content, MetricsSnapshot):
+        return _snapshot_json(content)
     if isinstance(content, Trace):
         return {**histogram_json(counted(content)), "kind": "trace", "domains": list(content.domains)}
     return histogram_json(content)
@@ -204,6 +209,9 @@ def print_any(opened: Opened) -> None:
         print_plan_facts(content, has_model=content.identity.headers_hash is not None)
         _print_proof(content)
         return
+    if isinstance(content, MetricsSnapshot):
+        _print_snapshot(content, name=opened.name)
+        return
     if isinstance(content, Trace):
         steps = len(np.unique(content.step))
         domains = f"; domains {', '.join(content.domains)}" if content.domains else ""
@@ -212,27 +220,82 @@ def print_any(opened: Opened) -> None:
     print_histogram(content, name=opened.name)
 
 
+_PROOF = {
+    "in-sample": "hit_rate",
+    "held-out": "held_out",
+    "null": "null",
+    "oracle reachable": "oracle_reachable",
+    "oracle free": "oracle_free",
+    "bound": "bound",
+    "gap": "gap",
+}
+"""The rates of a proof by the names that `plan` has for them too."""
+
+
 def _print_proof(plan: Plan) -> None:
-    proof = plan.proof
-    names = ("hit_rate", "held_out", "null", "oracle_reachable", "oracle_free", "bound", "gap")
-    console.table("proof", columns=names, rows=[[rate(getattr(proof, name)) for name in names]])
-    if proof.worst_layer is not None:
-        console.out.print(f"worst layer: {proof.worst_layer}")
+    console.table("", columns=["proof", ""], rows=[[name, rate(getattr(plan.proof, _PROOF[name]))] for name in _PROOF])
+    if plan.proof.worst_layer is not None:
+        console.prose(f"worst layer: {plan.proof.worst_layer}")
 
 
-def print_run(result: dict[str, Any]) -> None:
+def _snapshot_json(snapshot: MetricsSnapshot) -> dict[str, Any]:
+    """A snapshot's facts; its counts are many, and stay in the file."""
+    facts = {name: value for name, value in snapshot.to_json()["snapshot"].items() if name != "counts"}
+    return {"kind": "snapshot", **facts, "hit_rate": _hit_rates(snapshot), "byte_hit_rate": _byte_hit_rate(snapshot)}
+
+
+def _hit_rates(snapshot: MetricsSnapshot) -> dict[str, float | None]:
+    """Of all traffic so far, by phase; None where there was none."""
+    return {
+        phase: snapshot.hit_pairs.get(phase, 0) / snapshot.pairs[phase] if snapshot.pairs.get(phase) else None
+        for phase in PHASES
+    }
+
+
+def _byte_hit_rate(snapshot: MetricsSnapshot) -> float | None:
+    touched = snapshot.touched_hot_bytes + snapshot.touched_cold_bytes
+    return snapshot.touched_hot_bytes / touched if touched else None
+
+
+def _print_snapshot(snapshot: MetricsSnapshot, *, name: str) -> None:
+    """What a run has done so far: traffic and hit rates, swaps, bytes."""
+    rates = _hit_rates(snapshot)
+    rows = [[phase, f"{snapshot.tokens.get(phase, 0):,}", rate(rates[phase])] for phase in PHASES]
+    title = f"{name}: rank {snapshot.rank}, {snapshot.mode}, {snapshot.steps:,} steps, plan {snapshot.plan_hash[:12]}"
+    console.table(title, columns=["phase", "tokens", "hit rate"], rows=rows)
+    console.prose(
+        f"byte hit rate {rate(_byte_hit_rate(snapshot))} of {gib(snapshot.touched_hot_bytes + snapshot.touched_cold_bytes)} "
+        "touched"
+    )
+    console.prose(
+        f"{snapshot.swaps_done} swaps ({gib(snapshot.swap_bytes)} copied), {snapshot.swaps_refused} refused, "
+        f"{snapshot.swaps_failed} failed; {snapshot.update_failures} updates failed"
+    )
+    console.prose(
+        f"{gib(snapshot.hot_bytes)} hot of a budget of {gib(snapshot.budget_bytes)}, {gib(snapshot.host_bytes)} cold"
+    )
+    if snapshot.hit_ratio_window is not None:
+        console.prose(
+            f"last window: hit rate {rate(snapshot.hit_ratio_window)}, byte hit rate "
+            f"{rate(snapshot.byte_hit_ratio_window)}, oracle reachable {rate(snapshot.oracle_ratio_window)}"
+        )
+
+
+def print_run(result: dict[str, Any], *, is_text_shown: bool = False) -> None:
     """The text on stdout, the numbers on stderr.
 
     Args:
         result: From `hotsplit run`.
+        is_text_shown: The text is on the terminal already.
     """
-    click.echo(result["text"])  # as the model wrote it: a console would turn its tabs into blanks
+    if not is_text_shown:
+        click.echo(result["text"])  # as the model wrote it: a console would turn its tabs into blanks
     speed = f"{result['new_tokens']} tokens in {result['seconds']:.1f} s"
     if result["hit_rate"] is None:
         console.note(speed)
         return
     console.note(
         f"{speed}; hit rate {rate(result['hit_rate'])} (byte hit rate {rate(result['byte_hit_rate'])}); "
-        f"{result['hot_experts']} of {result['experts']} experts hot, {gib(result['hot_bytes'])}; "
-        f"{result['swaps']} swaps in {result['updates']} updates"
+        f"{result['hot_experts']} of {result['experts']} experts hot, {gib(result['hot_bytes'])} of "
+        f"{gib(result['budget_bytes'])}; {result['swaps']} swaps in {result['updates']} updates"
     )

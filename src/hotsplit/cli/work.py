@@ -13,6 +13,8 @@ from hotsplit.config import HotsplitConfig
 from hotsplit.errors import BudgetError, ConfigError, HistogramError, HotsplitError
 from hotsplit.files import read_json
 from hotsplit.host.budget import default_hot_bytes
+from hotsplit.metrics import FORMAT as SNAPSHOT_FORMAT
+from hotsplit.metrics import MetricsSnapshot, read_snapshot
 from hotsplit.notices import Notice, enforce
 from hotsplit.plan.checkpoint import read_headers
 from hotsplit.plan.choose import read_counts
@@ -69,7 +71,7 @@ class Opened:
 
     name: str
     """As the user wrote it."""
-    content: Histogram | Plan | Trace
+    content: Histogram | Plan | Trace | MetricsSnapshot
     """What it is."""
     notices: tuple[Notice, ...]
     """To be said aloud."""
@@ -173,7 +175,7 @@ def require_writable(path: Path) -> None:
 
 
 def open_any(name: str) -> Opened:
-    """Open a plan, a trace or a histogram, whichever it is.
+    """Open a plan, a trace, a snapshot or a histogram, whichever it is.
 
     Args:
         name: A file, or FILE#SET for a histogram.
@@ -182,15 +184,30 @@ def open_any(name: str) -> Opened:
         HotsplitError: It is none of them.
     """
     path = Path(name)
+    _require_file(path)
     if path.is_file() and zipfile.is_zipfile(path):
         trace, notices = load_trace(path)
         return Opened(name=name, content=trace, notices=tuple(notices))
     if path.is_file():
-        value = read_json(path, what="file", error=HistogramError)
-        if isinstance(value, dict) and value.get("format") == PLAN_FORMAT:
+        value = read_json(path, what="file", error=HotsplitError)
+        form = value.get("format") if isinstance(value, dict) else None
+        if form == PLAN_FORMAT:
             return Opened(name=name, content=load_plan(path), notices=())
+        if form == SNAPSHOT_FORMAT:
+            return Opened(name=name, content=read_snapshot(path), notices=())
     histogram, notices = load_histogram(name)
     return Opened(name=name, content=histogram, notices=tuple(notices))
+
+
+def _require_file(path: Path) -> None:
+    """Only a file that is there can be called a histogram, a plan or anything else."""
+    file = path if path.exists() or "#" not in str(path) else Path(str(path).rpartition("#")[0])
+    try:
+        file.stat()
+    except OSError as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else (error.strerror or str(error)).lower()
+        wanted = "a histogram, plan, trace or snapshot"
+        raise HotsplitError(f"file {file}", got=reason, wanted=wanted, path=file) from error
 
 
 def counted(trace: Trace) -> Histogram:

@@ -1,8 +1,8 @@
 """The forms in which histograms are found, and how each is read.
 
 First step of the flow: `file -> histogram -> plan`. This module decides which form a file has, which of its sets is
-meant, and turns its rows into arrays; what a believable histogram is, `histogram` decides. Numbers are checked as
-Python numbers, before float64 could round them. A further form is one entry in DIALECTS.
+meant, and where its rows and facts stand; what a member may be, `members` decides, and what a believable histogram is,
+`histogram`. A further form is one entry in DIALECTS.
 
 Shapes: L MoE layers, E routed experts per layer.
 
@@ -17,11 +17,11 @@ Shapes: L MoE layers, E routed experts per layer.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import mode
 from typing import Any
 
 import numpy as np
@@ -36,12 +36,23 @@ from hotsplit.plan.histogram import (
     VERSION,
     Histogram,
     PhaseCounts,
-    bad_count,
     fit_layers,
-    is_count,
     validate,
 )
 from hotsplit.plan.identity import ModelIdentity
+from hotsplit.plan.members import (
+    checked_counts,
+    is_index,
+    keyed_rows,
+    optional_flag,
+    optional_integer,
+    optional_object,
+    optional_text,
+    phase_bodies,
+    required_object,
+    row_length,
+    shortened,
+)
 
 _MILLION = 1_000_000.0
 """What the layers of a `train` file add up to when they are shares."""
@@ -87,7 +98,7 @@ def load_histogram(path: str | Path, *, layers: Sequence[int] | None = None) -> 
     Raises:
         HistogramError: Unreadable, not recognised, no set chosen of several, or not believable; names the place.
     """
-    file, chosen = _split_set(str(path))
+    file, chosen = split_set(str(path))
     what = f"histogram {file}" if chosen is None else f"histogram {file}#{chosen}"
     document = Document(content=_read_object(file), what=what, chosen=chosen)
     dialect = DIALECTS[recognise(document)]
@@ -96,6 +107,24 @@ def load_histogram(path: str | Path, *, layers: Sequence[int] | None = None) -> 
         histogram, left_out = fit_layers(histogram, layers=layers, what=what)
         notices = notices + left_out
     return histogram, notices + validate(histogram, what=what)
+
+
+def split_set(path: str) -> tuple[Path, str | None]:
+    """Split FILE#set; names of files and of sets may have a # of their own.
+
+    Args:
+        path: As the user wrote it.
+
+    Returns:
+        The longest part before a # (or the whole) that exists, and the rest, the set; None for no set. Where no part
+        exists, what stands before the first #.
+    """
+    marks = [place for place, letter in enumerate(path) if letter == "#"]
+    for place in (len(path), *reversed(marks)):
+        if os.path.exists(path[:place]):
+            return Path(path[:place]), path[place + 1 :] if place < len(path) else None
+    file, mark, chosen = path.partition("#")
+    return Path(file), chosen if mark else None
 
 
 def recognise(document: Document) -> str:
@@ -119,21 +148,21 @@ def parse_ours(document: Document) -> tuple[Histogram, list[Notice]]:
     if content.get("version") != VERSION:
         got = f"version {content.get('version')!r}"
         raise HistogramError(what, got=got, wanted=f"version {VERSION}", do="read it with a newer hotsplit")
-    model = _object(content, "model", what=what)
+    model = required_object(content, "model", what=what)
     identity = identity_of(model, what=what)
-    normalised = content.get("normalised", False) is True
+    normalised = optional_flag(content, "normalised", what=what)
     phases = {}
-    for phase, body in _phases(_object(content, "phases", what=what), what=what).items():
-        rows = _keyed_rows(_object(body, "layers", what=what), what=what)
-        counts_LE = _checked(rows, phase=phase, identity=identity, normalised=normalised, what=what)
-        phases[phase] = PhaseCounts(counts=counts_LE, tokens=_optional_integer(body, "tokens", what=what))
+    for phase, body in phase_bodies(required_object(content, "phases", what=what), what=what).items():
+        rows = keyed_rows(required_object(body, "layers", what=what), what=what)
+        counts_LE = checked_counts(rows, phase=phase, identity=identity, normalised=normalised, what=what)
+        phases[phase] = PhaseCounts(counts=counts_LE, tokens=optional_integer(body, "tokens", what=what))
     histogram = Histogram(
         identity=identity,
         phases=phases,
         normalised=normalised,
-        name=_optional_text(model, "name"),
-        quantisation=_optional_text(model, "quantisation"),
-        source=_optional_object(content, "source"),
+        name=optional_text(model, "name"),
+        quantisation=optional_text(model, "quantisation"),
+        source=optional_object(content, "source"),
     )
     return histogram, []
 
@@ -145,32 +174,32 @@ def identity_of(model: dict[str, Any], *, what: str) -> ModelIdentity:
         HistogramError: A field has the wrong type, or layers or num_experts are missing.
     """
     layers = model.get("layers")
-    if not isinstance(layers, list) or not layers or not all(_is_index(layer) for layer in layers):
-        raise HistogramError(f"{what}, model.layers", got=_short(layers), wanted="a list of decoder layer indices")
+    if not isinstance(layers, list) or not layers or not all(is_index(layer) for layer in layers):
+        raise HistogramError(f"{what}, model.layers", got=shortened(layers), wanted="a list of decoder layer indices")
     if list(layers) != sorted(set(layers)):
-        raise HistogramError(f"{what}, model.layers", got=_short(layers), wanted="ascending indices, each once")
-    num_experts = _optional_integer(model, "num_experts", what=what)
+        raise HistogramError(f"{what}, model.layers", got=shortened(layers), wanted="ascending indices, each once")
+    num_experts = optional_integer(model, "num_experts", what=what)
     if not num_experts:
-        raise HistogramError(f"{what}, model.num_experts", got=_short(num_experts), wanted="an integer >= 1")
+        raise HistogramError(f"{what}, model.num_experts", got=shortened(num_experts), wanted="an integer >= 1")
     return _identity(layers, num_experts=num_experts, model=model, what=what)
 
 
 def _parse_flat(document: Document) -> tuple[Histogram, list[Notice]]:
     """One phase, rows at the top level; a key "domain/layer" makes a set of each domain."""
     content, what = document.content, document.what
-    body = _object(content, "layers", what=what)
+    body = required_object(content, "layers", what=what)
     sets = _split_domains(body, what=what)
     chosen = _choose(sets, document)
     phase, notices = _flat_phase(content["phase"], what=what)
-    rows = _keyed_rows(sets[chosen], what=what)
-    num_experts = _optional_integer(content, "n_experts", what=what) or _row_length(rows, what=what)
+    rows = keyed_rows(sets[chosen], what=what)
+    num_experts = optional_integer(content, "n_experts", what=what) or row_length(rows, what=what)
     identity = _identity(sorted(rows), num_experts=num_experts, model=content, what=what)
     tokens_of = content["tokens"] if isinstance(content.get("tokens"), dict) else {chosen: content.get("tokens")}
-    counts_LE = _checked(rows, phase=phase, identity=identity, normalised=False, what=what)
-    counted = PhaseCounts(counts=counts_LE, tokens=_optional_integer(tokens_of, chosen, what=what))
-    source = _optional_object(content, "source") | ({"set": chosen} if chosen else {})
+    counts_LE = checked_counts(rows, phase=phase, identity=identity, normalised=False, what=what)
+    counted = PhaseCounts(counts=counts_LE, tokens=optional_integer(tokens_of, chosen, what=what))
+    source = optional_object(content, "source") | ({"set": chosen} if chosen else {})
     histogram = Histogram(
-        identity=identity, phases={phase: counted}, name=_optional_text(content, "model"), source=source
+        identity=identity, phases={phase: counted}, name=optional_text(content, "model"), source=source
     )
     return histogram, notices
 
@@ -179,18 +208,18 @@ def _parse_keyed(document: Document, *, key: str, fractions: bool) -> tuple[Hist
     """Phases under `key`, facts under "meta"; where fractions are allowed, shares are told from numbers of pairs."""
     content, what = document.content, document.what
     _refuse_set(document)
-    meta = _optional_object(content, "meta")
-    bodies = _phases(_object(content, key, what=what), what=what)
-    rows_of = {phase: _keyed_rows(body, what=what) for phase, body in bodies.items()}
+    meta = optional_object(content, "meta")
+    bodies = phase_bodies(required_object(content, key, what=what), what=what)
+    rows_of = {phase: keyed_rows(body, what=what) for phase, body in bodies.items()}
     all_rows: dict[int, Any] = {layer: row for rows in rows_of.values() for layer, row in rows.items()}
-    num_experts = _optional_integer(meta, "num_experts", what=what) or _row_length(all_rows, what=what)
+    num_experts = optional_integer(meta, "num_experts", what=what) or row_length(all_rows, what=what)
     identity = _identity(sorted(all_rows), num_experts=num_experts, model=meta, what=what)
     phases = {
-        phase: PhaseCounts(counts=_checked(rows, phase=phase, identity=identity, normalised=fractions, what=what))
+        phase: PhaseCounts(counts=checked_counts(rows, phase=phase, identity=identity, normalised=fractions, what=what))
         for phase, rows in rows_of.items()
     }
     normalised = fractions and any(_are_shares(counted.counts) for counted in phases.values())
-    name = _optional_text(meta, "name") or _optional_text(meta, "model")
+    name = optional_text(meta, "name") or optional_text(meta, "model")
     return Histogram(identity=identity, phases=phases, normalised=normalised, name=name, source=meta), []
 
 
@@ -220,93 +249,12 @@ DIALECTS: dict[str, Dialect] = {
 """By name, in the order in which they are tried."""
 
 
-def _split_set(path: str) -> tuple[Path, str | None]:
-    """FILE#set; a file whose own name has a # is taken as it is."""
-    file, mark, chosen = path.rpartition("#")
-    if not mark or Path(path).exists():
-        return Path(path), None
-    return Path(file), chosen
-
-
 def _read_object(file: Path) -> dict[str, Any]:
     """The file's JSON object."""
     content = read_json(file, what="histogram", error=HistogramError)
     if not isinstance(content, dict):
-        raise HistogramError(f"histogram {file}", got=_short(content), wanted="a JSON object", path=file)
+        raise HistogramError(f"histogram {file}", got=shortened(content), wanted="a JSON object", path=file)
     return content
-
-
-def _object(content: dict[str, Any], key: str, *, what: str) -> dict[str, Any]:
-    """A member that must be an object."""
-    value = content.get(key)
-    if not isinstance(value, dict):
-        raise HistogramError(f"{what}, {key}", got=_short(value), wanted="a JSON object", field=key)
-    return value
-
-
-def _phases(body: dict[str, Any], *, what: str) -> dict[str, dict[str, Any]]:
-    """Bodies by phase; no other names, at least one."""
-    for phase, value in body.items():
-        if phase not in PHASES or not isinstance(value, dict):
-            got = f"{phase!r}: {_short(value)}"
-            raise HistogramError(f"{what}, phases", got=got, wanted="objects named decode and prefill")
-    if not body:
-        raise HistogramError(what, got="no phase", wanted="decode or prefill counts")
-    return body
-
-
-def _keyed_rows(body: dict[str, Any], *, what: str) -> dict[int, Any]:
-    """Rows by decoder index; "3" and "03" would be the same layer twice."""
-    rows: dict[int, Any] = {}
-    for key, row in body.items():
-        if not (key.isascii() and key.isdigit() and len(key) <= 6):
-            raise HistogramError(f"{what}, layers", got=_short(key), wanted="decoder layer indices as keys")
-        if int(key) in rows:
-            raise HistogramError(f"{what}, layer {int(key)}", got="two rows", wanted="one", layer=int(key))
-        rows[int(key)] = row
-    if not rows:
-        raise HistogramError(what, got="no layers", wanted="counts per decoder layer index")
-    return rows
-
-
-def _row_length(rows: Mapping[int, Any], *, what: str) -> int:
-    """The number of experts that most rows agree on."""
-    lengths = [len(row) for row in rows.values() if isinstance(row, list)]
-    if not lengths or mode(lengths) == 0:
-        raise HistogramError(what, got="no rows of counts", wanted="a list of counts per layer")
-    return mode(lengths)
-
-
-def _checked(
-    rows: Mapping[int, Any], *, phase: str, identity: ModelIdentity, normalised: bool, what: str
-) -> npt.NDArray[np.float64]:
-    """Checked rows as an array; a layer without a row is zero, which validation flags."""
-    layers, num_experts = identity.layers or (), identity.num_experts or 0
-    counts_LE = np.zeros((len(layers), num_experts))
-    for layer in rows:
-        if layer not in layers:
-            raise HistogramError(f"{what}, layer {layer}", got="a layer that model.layers lacks", layer=layer)
-    for layer_id, layer in enumerate(layers):
-        if layer in rows:
-            _require_row(rows[layer], place=(phase, layer), num_experts=num_experts, normalised=normalised, what=what)
-            counts_LE[layer_id] = rows[layer]
-    return counts_LE
-
-
-def _require_row(row: Any, *, place: tuple[str, int], num_experts: int, normalised: bool, what: str) -> None:
-    """Raise unless the row is `num_experts` counts."""
-    phase, layer = place
-    if not isinstance(row, list):
-        where = f"{what}, layer {layer} ({phase})"
-        raise HistogramError(where, got=_short(row), wanted="a list of counts", layer=layer)
-    if len(row) != num_experts:
-        expert = min(len(row), num_experts)
-        where, got = f"{what}, layer {layer}, expert {expert} ({phase})", f"{len(row)} experts"
-        values = {"phase": phase, "layer": layer, "expert": expert, "value": len(row)}
-        raise HistogramError(where, got=got, wanted=str(num_experts), do="check whose file it is", **values)
-    for expert, value in enumerate(row):
-        if not is_count(value, normalised=normalised):
-            raise bad_count(value, what=what, place=(phase, layer, expert), normalised=normalised)
 
 
 def _split_domains(body: dict[str, Any], *, what: str) -> dict[str, dict[str, Any]]:
@@ -349,7 +297,7 @@ def _flat_phase(value: Any, *, what: str) -> tuple[str, list[Notice]]:
     if words and words[0] == "unknown":
         text = f"{what} does not know its phase: its counts are taken as decode"
         return "decode", [Notice(name="unknown-phase", text=text)]
-    raise HistogramError(f"{what}, phase", got=_short(value), wanted="decode, prefill or unknown")
+    raise HistogramError(f"{what}, phase", got=shortened(value), wanted="decode, prefill or unknown")
 
 
 def _are_shares(counts_LE: npt.NDArray[np.float64]) -> bool:
@@ -361,39 +309,8 @@ def _are_shares(counts_LE: npt.NDArray[np.float64]) -> bool:
 
 def _identity(layers: Sequence[int], *, num_experts: int, model: dict[str, Any], what: str) -> ModelIdentity:
     """An identity with what the model's object says, if its top_k is possible."""
-    top_k = _optional_integer(model, "top_k", what=what)
+    top_k = optional_integer(model, "top_k", what=what)
     if top_k is not None and not 1 <= top_k <= num_experts:
         raise HistogramError(f"{what}, top_k", got=str(top_k), wanted=f"an integer from 1 to {num_experts}")
-    model_type = _optional_text(model, "model_type")
+    model_type = optional_text(model, "model_type")
     return ModelIdentity(model_type=model_type, layers=tuple(layers), num_experts=num_experts, top_k=top_k)
-
-
-def _optional_integer(content: dict[str, Any], key: str, *, what: str) -> int | None:
-    """A member that is an integer >= 0 or not there."""
-    value = content.get(key)
-    if value is not None and not _is_index(value):
-        raise HistogramError(f"{what}, {key}", got=_short(value), wanted="an integer >= 0", field=key, value=value)
-    return value
-
-
-def _optional_object(content: dict[str, Any], key: str) -> dict[str, Any]:
-    """A member that is an object, or an empty one."""
-    value = content.get(key)
-    return value if isinstance(value, dict) else {}
-
-
-def _optional_text(content: dict[str, Any], key: str) -> str | None:
-    """A member that is text, or None."""
-    value = content.get(key)
-    return value if isinstance(value, str) else None
-
-
-def _is_index(value: object) -> bool:
-    """An integer >= 0; JSON's true is none."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _short(value: object) -> str:
-    """A value for a message, cut."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

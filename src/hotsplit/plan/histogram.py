@@ -32,13 +32,13 @@ import numpy.typing as npt
 from hotsplit.errors import HistogramError
 from hotsplit.files import canonical_json, write_atomic
 from hotsplit.notices import Notice
-from hotsplit.plan.identity import ModelIdentity
+from hotsplit.plan.identity import MAX_INTEGER, ModelIdentity
 
 FORMAT = "hotsplit-histogram"
 VERSION = 1
 PHASES = ("decode", "prefill")
-MAX_COUNT = 2**53
-"""The largest integer up to which float64 holds every integer exactly."""
+MAX_COUNT = MAX_INTEGER
+"""Of pairs, in one cell."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

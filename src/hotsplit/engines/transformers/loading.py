@@ -30,7 +30,7 @@ from hotsplit.engines.transformers.steps import Steps, drive
 from hotsplit.errors import UnsupportedEngineError
 from hotsplit.host.budget import default_hot_bytes, require_memory
 from hotsplit.notices import Notice
-from hotsplit.plan.checkpoint import read_headers
+from hotsplit.plan.checkpoint import read_headers, require_loadable
 from hotsplit.plan.choose import PlanChoice, PlanRequest, choose_plan, needed_bytes
 from hotsplit.plan.planner import PlanOptions
 from hotsplit.plan.rebalance import RebalanceOptions, thrash_notice
@@ -120,6 +120,7 @@ def load_with(
     kwargs = _checked_kwargs(model_kwargs or {})
     folder = model_folder(model)
     checkpoint = read_headers(folder)
+    require_loadable(checkpoint)
     if config.enable is False:
         _say(Notice(name="off", text="hotsplit is off (HOTSPLIT_ENABLE=0): running stock transformers", strict=False))
         return _load_stock(folder, kwargs)
@@ -203,7 +204,8 @@ def _load_stock(folder: Path, kwargs: Mapping[str, Any]) -> Any:
 
 def _load_without_experts(opened: Opened, kwargs: Mapping[str, Any]) -> Any:
     kind: Any = opened.model_class
-    with experts_left_out(kind, experts_classes=opened.experts_classes, layers=opened.source.layers):
+    left_out = experts_left_out(kind, experts_classes=opened.experts_classes, layers=opened.source.layers)
+    with left_out, one_line(f"the dense weights of {opened.folder}"):
         loaded = kind.from_pretrained(opened.folder, config=opened.config, experts_implementation=hooks.NAME, **kwargs)
     # Dense weights that want gradients would make every forward want them.
     return loaded.eval().requires_grad_(requires_grad=False)

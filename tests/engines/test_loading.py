@@ -16,7 +16,7 @@ from engines import tiny
 from engines.conftest import budget
 from hotsplit.engines.transformers.index import find_experts
 from hotsplit.engines.transformers.leave_out import experts_left_out
-from hotsplit.errors import BankError, HotsplitError
+from hotsplit.errors import BankError, CheckpointError, HotsplitError
 
 pytestmark = pytest.mark.transformers
 
@@ -55,8 +55,10 @@ def test_after_a_load_the_classes_are_as_they_were(checkpoint, expected, load):
     assert [True] * 3 == same(expected(checkpoint("qwen3_moe")), tiny.play(tiny.stock(checkpoint("qwen3_moe"))))
 
 
-@pytest.mark.parametrize("failure", [RuntimeError("no"), KeyboardInterrupt()])
-def test_after_a_load_that_failed_the_classes_are_as_they_were(checkpoint, load, monkeypatch, failure):
+@pytest.mark.parametrize(
+    ("failure", "seen"), [(RuntimeError("no"), CheckpointError), (KeyboardInterrupt(), KeyboardInterrupt)]
+)
+def test_after_a_load_that_failed_the_classes_are_as_they_were(checkpoint, load, monkeypatch, failure, seen):
     before = patched_state()
     folder = checkpoint("qwen3_moe")
 
@@ -66,7 +68,7 @@ def test_after_a_load_that_failed_the_classes_are_as_they_were(checkpoint, load,
 
     with monkeypatch.context() as patch:
         patch.setattr(transformers.PreTrainedModel, "from_pretrained", fail)
-        with pytest.raises(type(failure)):
+        with pytest.raises(seen):
             load(folder)
     assert before == patched_state()
     assert [True] == same([tiny.play(load(folder))[0]], [tiny.play(tiny.stock(folder))[0]])

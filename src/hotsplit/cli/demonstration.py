@@ -6,6 +6,7 @@ has not seen.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 import transformers
 
-from hotsplit.bank.live import Update
 from hotsplit.cli import console
 from hotsplit.cli.console import rate
 from hotsplit.cli.views import coverage, print_histogram, print_plan_facts, print_scores
@@ -81,14 +81,15 @@ class Demonstration:
     def _profile(self) -> dict[str, Any]:
         """Part 1: what the traffic asks for."""
         _heading("1  profile: what does the traffic ask of every expert?")
-        console.out.print(
+        console.prose(
             f"Bundled model: 4 MoE layers x 32 routed experts, top-4, {gib(self._sizes.expert_bytes)} of experts. Sample "
-            f"traffic: {', '.join(DOMAINS)}, {PROFILE.prompt_tokens}-token prompts, {PROFILE.decode_tokens} decoded each."
+            f"traffic: {', '.join(DOMAINS)}; prompts of {PROFILE.prompt_tokens} tokens, {PROFILE.decode_tokens} decoded "
+            f"for each, batch {PROFILE.batch_size}."
         )
         self._train_counts = self._count(_all(self._train), "profiling the first half")
         self._test_counts = self._count(_all(self._test), "profiling the second half")
         print_histogram(self._train_counts, name="first half of the texts")
-        console.out.print("Read: the hottest 30 % of experts serve far more than 30 % of the routed pairs.")
+        console.prose("Read: the hottest 30 % of experts serve far more than 30 % of the routed pairs.")
         return {
             phase: {"tokens": counts.tokens, "top_30": round(coverage(counts.counts, share=HOT_SHARE), 4)}
             for phase, counts in self._train_counts.phases.items()
@@ -96,7 +97,7 @@ class Demonstration:
 
     def _plan(self) -> dict[str, Any]:
         """Part 2: what should be hot."""
-        _heading(f"2  plan: which experts are hot in {HOT_SHARE:.0%} of the bytes?")
+        _heading(f"2  plan: which experts are hot in {100 * HOT_SHARE:.0f} % of the bytes?")
         options = PlanOptions(dynamic=False, test=self._test_counts)
         budget = int(self._sizes.expert_bytes * HOT_SHARE)
         plan, notices = make_plan(self._sizes, histogram=self._train_counts, budget_bytes=budget, options=options)
@@ -104,9 +105,10 @@ class Demonstration:
         evaluation = evaluate(plan, histogram=self._train_counts, test=self._test_counts)
         print_plan_facts(plan, has_model=True)
         print_scores(evaluation)
-        console.out.print(
+        console.prose(
             "Read: held-out is traffic that the plan has not seen; null is a blind choice of the same bytes; layer order "
-            "is whole layers first to last, as engines place without a plan; reachable and oracle are the best in hindsight."
+            "is whole layers first to last, as engines place without a plan; the oracles are the best in hindsight, "
+            "reachable with as many hot experts in each layer and free; worst layer has its number in brackets."
         )
         save_plan(plan, self._scratch / "plan.json")
         proof = plan.proof
@@ -137,7 +139,7 @@ class Demonstration:
         served = model.hotsplit.snapshot()
         model.hotsplit.close()
         console.table("", columns=["prompt", "tokens", "identical to stock", "hit rate"], rows=rows)
-        console.out.print(f"First words of one (the model is a routing fixture: it makes no sense): {sample[:60]!r}")
+        console.prose(f"First words of one (the model is a routing fixture: it makes no sense): {sample[:40]!r}")
         pairs = sum(served.pairs.values())
         return {"identical": identical, "hit_rate": round(sum(served.hit_pairs.values()) / pairs, 4)}
 
@@ -148,28 +150,36 @@ class Demonstration:
         cadence = (
             f"{name.replace('_', '-')} {value:g} [{getattr(default, name):g}]" for name, value in CADENCE.items()
         )
-        console.out.print(f"Cadence for so short a run, the default in brackets: {', '.join(cadence)}")
+        console.prose(
+            f"Planned anew, from {FROM_DOMAIN} traffic alone. Cadence for so short a run, the default in brackets: "
+            f"{', '.join(cadence)}. With batch {PROFILE.batch_size}, a window between two updates is "
+            f"{CADENCE['dyn_steps'] * PROFILE.batch_size} tokens or a little less."
+        )
         counts = self._scratch / "from.json"
         save_histogram(self._count(self._train[FROM_DOMAIN], f"profiling {FROM_DOMAIN}"), counts)
         hot_gib = self._sizes.expert_bytes * HOT_SHARE / GIB
         model = load(self._folder, hot_gib=hot_gib, counts=str(counts), **CADENCE, **self._quiet())
-        updates: list[Update] = []
-        model.hotsplit.banks.live.on_update.append(updates.append)
-        model.hotsplit.banks.live.on_update.append(lambda update: console.out.print(f"  {update.line}"))
-        console.out.print(f"{FROM_DOMAIN}, which the plan was made from:")
-        self._play(model, self._test[FROM_DOMAIN], num_windows=_WINDOWS_BEFORE)
-        console.out.print(f"{TO_DOMAIN} from here on:")
-        self._play(model, self._test[TO_DOMAIN], num_windows=_WINDOWS_AFTER)
+        lines: list[UpdateLine] = []
+        model.hotsplit.banks.live.on_update.append(lambda update: lines.append(update.line))
+        console.out.print(_UPDATE_HEAD, style="dim")
+        for domain, num_windows in ((FROM_DOMAIN, _WINDOWS_BEFORE), (TO_DOMAIN, _WINDOWS_AFTER)):
+            for i in range(num_windows):
+                self._play(model, self._test[domain], i=i)
+                console.out.print(_update_row(domain, lines[-1]))
         model.hotsplit.close()
-        return _recovery([update.line for update in updates])
+        console.prose(
+            "Read: byte hit rate is the lower one because a batch touches most experts, hot and cold, in every step, "
+            "each once, however many of its tokens share it. The log line of the last update:"
+        )
+        console.prose(str(lines[-1]), indent=2)
+        return _recovery(lines)
 
-    def _play(self, model: Any, prompts: Sequence[Prompt], *, num_windows: int) -> None:
-        """Play prompts round and round; a round takes one window's steps and so brings one update."""
+    def _play(self, model: Any, prompts: Sequence[Prompt], *, i: int) -> None:
+        """Play the i-th batch, round and round; it takes one window's steps and so brings one update."""
         step = PROFILE.batch_size
-        for i in range(num_windows):
-            first = i * step % len(prompts)
-            play(model, (list(prompts) * 2)[first : first + step], options=_seeded(i))
-            model.hotsplit.banks.tick()  # a window ends with its traffic, not with the first step of the next
+        first = i * step % len(prompts)
+        play(model, (list(prompts) * 2)[first : first + step], options=_seeded(i))
+        model.hotsplit.banks.tick()  # a window ends with its traffic, not with the first step of the next
 
     def _count(self, prompts: Sequence[Prompt], what: str) -> Histogram:
         """A profile of these prompts: all experts hot, nothing adapts."""
@@ -189,23 +199,25 @@ class Demonstration:
         if static["identical"]:
             same = "token for token identical to stock"
         yardsticks = (
-            f"blind choice {plan['null']:.1%}, layer order {plan['layer_order']:.1%}, "
-            f"best in hindsight {plan['oracle_free']:.1%}"
+            f"blind choice {rate(plan['null'])}, layer order {rate(plan['layer_order'])}, "
+            f"best in hindsight {rate(plan['oracle_free'])}"
         )
-        moved = f"{dynamic['before']:.1%} before the traffic moved, {dynamic['right_after']:.1%} right after, "
         _heading("Summary")
-        console.out.print(f"profile  the hottest 30 % of experts serve {top_30:.1%} of decode traffic")
-        console.out.print(
-            f"plan     {plan['held_out']:.1%} of unseen traffic served hot in 30 % of the bytes ({yardsticks})"
+        _line("profile", f"the hottest 30 % of experts serve {rate(top_30)} of decode traffic")
+        _line("plan", f"{rate(plan['held_out'])} of unseen traffic served hot in 30 % of the bytes ({yardsticks})")
+        _line("static", f"{same}; {rate(static['hit_rate'])} served hot")
+        _line(
+            "dynamic",
+            f"{rate(dynamic['before'])} before the traffic moved, {rate(dynamic['right_after'])} right after, "
+            f"{rate(dynamic['recovered'])} recovered (mean of the last three updates; {dynamic['swaps']} swaps; best in "
+            f"hindsight {rate(dynamic['oracle_reachable'])})",
         )
-        console.out.print(f"static   {same}; {static['hit_rate']:.1%} served hot")
-        console.out.print(
-            f"dynamic  {moved}{dynamic['recovered']:.1%} recovered ({dynamic['swaps']} swaps; "
-            f"best in hindsight {dynamic['oracle_reachable']:.1%})"
-        )
-        console.out.print(
-            f"\nAll of it measured just now, in {results['seconds']:.0f} s. On your own model: hotsplit --help"
-        )
+        console.prose(f"\nAll of it measured just now, in {results['seconds']:.0f} s.")
+        program, folder = _as_typed(Path(sys.argv[0])), _as_typed(self._folder)
+        is_installed = Path(sys.argv[0]).name == "hotsplit"
+        console.prose("To try more of it at once; then see `--help`, and give it a model and traffic of your own:")
+        console.out.print(f"  {program if is_installed else 'hotsplit'} run {folder} \\")
+        console.out.print('    --hot-gib 0.002 --dyn-steps 100 --max-new-tokens 400 --prompt "import os"')
 
 
 @contextmanager
@@ -221,7 +233,28 @@ def _one_thread() -> Iterator[None]:
 
 
 def _heading(text: str) -> None:
-    console.out.print(f"\n{text}", style="bold")
+    console.prose(f"\n{text}", style="bold")
+
+
+def _line(name: str, text: str) -> None:
+    """A line of the summary."""
+    console.prose(f"{name:9}{text}")
+
+
+_UPDATE_HEAD = "traffic   update      hit   byte hit   oracle   drift   swaps"
+
+
+def _update_row(domain: str, line: UpdateLine) -> str:
+    """One update below that head."""
+    drift = "-" if line.drift is None else f"{line.drift:.2f}"
+    rates = f"{rate(line.hit):>9}{rate(line.byte_hit):>11}{rate(line.oracle):>9}"
+    return f"{domain:8}{line.update:>8}{rates}{drift:>8}{line.swaps:>8}"
+
+
+def _as_typed(path: Path) -> str:
+    """A path as one would type it here: from the working folder, if it lies in it."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _all(halves: dict[str, list[Prompt]]) -> list[Prompt]:

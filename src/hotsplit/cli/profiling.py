@@ -62,7 +62,10 @@ def profile(task: ProfileTask) -> Histogram:
     transformers.utils.logging.disable_progress_bar()  # ours is on the screen
     with console.progress("loading") as loading:
         model = load_with(folder, config=config, run_when_fits=True, on_progress=loading)
-    with console.progress(f"playing {len(prompts)} prompts") as playing:
+    files = f"{len(task.files)} file{'s' if len(task.files) > 1 else ''}"
+    playing_what = f"playing {len(prompts)} prompts from {files}"
+    console.note(playing_what)
+    with console.progress(playing_what) as playing:
         histogram, trace = play(model, prompts, options=options, on_progress=playing, want_trace=task.trace is not None)
     histogram = replace(histogram, name=task.model, source={"data": [path.name for path in task.files]})
     save_histogram(histogram, task.output)

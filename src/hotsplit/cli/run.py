@@ -37,14 +37,18 @@ from hotsplit.cli.options import SEED, config_from, force_option, json_option, s
 @force_option
 @json_option
 def command(model: str, as_json: bool, **options: Any) -> None:
-    """Generate text with MODEL (a folder or a hub id), its experts hot and cold by plan."""
+    """Generate text with MODEL (a folder or a hub id), its experts hot and cold by plan.
+
+    The text goes to stdout, on a terminal word by word; numbers and log lines go to stderr.
+    """
     from hotsplit.cli.running import RunTask, run
     from hotsplit.cli.views import print_run
 
     config = config_from(options)
+    is_streamed = console.out.is_terminal and not as_json
     with console.logging_to_stderr():
-        result = run(RunTask(model=model, config=config, **options))
+        result = run(RunTask(model=model, config=config, **options), is_streamed=is_streamed)
     if as_json:
         console.print_json(result)
     else:
-        print_run(result)
+        print_run(result, is_text_shown=is_streamed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ _NUMBERS = (
     "hot_experts",
     "experts",
     "hot_bytes",
+    "budget_bytes",
     "swaps",
     "updates",
     "plan_hash",
@@ -58,11 +60,12 @@ class RunTask:
             raise ConfigError("--temperature", got=str(self.temperature), wanted="a finite number >= 0")
 
 
-def run(task: RunTask) -> dict[str, Any]:
+def run(task: RunTask, *, is_streamed: bool = False) -> dict[str, Any]:
     """Generate, and say what it took.
 
     Args:
         task: What was asked for.
+        is_streamed: Print the text on stdout while it comes.
 
     Raises:
         HotsplitError: An input is wrong.
@@ -74,7 +77,9 @@ def run(task: RunTask) -> dict[str, Any]:
     with console.progress("loading") as loading:
         model = load_with(folder, config=task.config, force=task.force, on_progress=loading)
     started = time.perf_counter()
-    new_ids = _generate(model, ids, task=task)
+    streamer = transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if is_streamed else None
+    with console.logging_after() if is_streamed else contextlib.nullcontext():
+        new_ids = _generate(model, ids, task=task, streamer=streamer)
     seconds = time.perf_counter() - started
     result = {
         "text": tokenizer.decode(new_ids, skip_special_tokens=True),
@@ -105,14 +110,18 @@ def _prompt_ids(task: RunTask, tokenizer: Any) -> torch.Tensor:
     return torch.tensor([ids])
 
 
-def _generate(model: Any, ids: torch.Tensor, *, task: RunTask) -> list[int]:
+def _generate(model: Any, ids: torch.Tensor, *, task: RunTask, streamer: Any) -> list[int]:
     sampling: dict[str, Any] = {"do_sample": False}
     if task.temperature > 0:
         sampling = {"do_sample": True, "temperature": task.temperature}
     torch.manual_seed(task.seed)
     with torch.no_grad():
         output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=task.max_new_tokens, **sampling
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=task.max_new_tokens,
+            streamer=streamer,
+            **sampling,
         )
     new_ids: list[int] = output[0, ids.shape[1] :].tolist()
     return new_ids
@@ -129,6 +138,7 @@ def _numbers(engine: Any) -> dict[str, Any]:
         int(hot.sum()),
         int(hot.size),
         snapshot.hot_bytes,
+        snapshot.budget_bytes,
         snapshot.swaps_done,
         engine.updates,
         snapshot.plan_hash,

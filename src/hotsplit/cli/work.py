@@ -13,7 +13,6 @@ from hotsplit.config import HotsplitConfig
 from hotsplit.errors import BudgetError, ConfigError, HistogramError, HotsplitError
 from hotsplit.files import read_json
 from hotsplit.host.budget import default_hot_bytes
-from hotsplit.metrics import FORMAT as SNAPSHOT_FORMAT
 from hotsplit.metrics import MetricsSnapshot, read_snapshot
 from hotsplit.notices import Notice, enforce
 from hotsplit.plan.checkpoint import read_headers
@@ -27,6 +26,9 @@ from hotsplit.plan.planner import PlanOptions, make_plan, plan_fraction
 from hotsplit.plan.sizes import ExpertSizes, expert_sizes, left_out
 from hotsplit.plan.trace import Trace, histogram_of, load_trace
 from hotsplit.units import gib
+
+SNAPSHOT_FORMAT = "hotsplit-metrics"
+"""What a snapshot file says that it is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """Let the traffic move from one kind of text to another, and watch the hot experts follow.
 
-    python examples/follow_the_traffic.py
+    .venv/bin/python examples/follow_the_traffic.py
 
 The counts that the hot experts are chosen by come from Python sources, and so does the first traffic; then it is
 English prose. One line per round: the hit rate of decode, and the swaps so far. A round is short here, so updates come
@@ -94,11 +94,12 @@ def main() -> int:
             for seed in range(rounds):
                 rates[domain].append(play(model, traffic[domain], seed=100 + seed))
                 swaps = model.hotsplit.snapshot().swaps_done
-                print(f"{domain:8} hit rate {rates[domain][-1]:.3f}   swaps so far {swaps}")
+                print(f"{domain:8} hit rate {100 * rates[domain][-1]:.1f} %   swaps so far {swaps}")
         model.hotsplit.close()
 
     before, after, end = rates["python"][-1], rates["english"][0], rates["english"][-1]
-    print(f"\n{before:.3f} before the traffic moved, {after:.3f} right after, {end:.3f} at the end")
+    percent = [f"{100 * rate:.1f} %" for rate in (before, after, end)]
+    print(f"\n{percent[0]} before the traffic moved, {percent[1]} right after, {percent[2]} at the end")
     return 0 if end > after else 1
 
 

@@ -1,7 +1,7 @@
 """Generate text from hot and cold experts, and compare with the stock model, token by token.
 
-    python examples/generate.py
-    python examples/generate.py path/to/model --hot-gib 8 --prompt "Once upon a time"
+    .venv/bin/python examples/generate.py
+    .venv/bin/python examples/generate.py path/to/model --hot-gib 8 --prompt "Once upon a time"
 
 Without a model the small one that ships with hotsplit is used, with 30 % of its expert bytes as budget.
 """
@@ -44,9 +44,10 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", nargs="?", type=Path, default=tiny_moe_path(), help="a model folder")
     parser.add_argument("--hot-gib", type=float, default=TINY_HOT_GIB)
-    parser.add_argument("--prompt", default="def main():\n")
-    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--prompt", default="class Node:\n    def __init__(self")
+    parser.add_argument("--new-tokens", type=int, default=32)
     options = parser.parse_args(arguments)
+    transformers.utils.logging.disable_progress_bar()
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     ids = torch.tensor([tokenizer(options.prompt)["input_ids"]])
@@ -64,9 +65,9 @@ def main(arguments: Sequence[str]) -> int:
     stock = transformers.AutoModelForCausalLM.from_pretrained(options.model, experts_implementation="eager").eval()
     theirs = answer(stock, ids, new_tokens=options.new_tokens)
 
-    print(tokenizer.decode(mine))
+    print(options.prompt + tokenizer.decode(mine))
     print(f"\nhot bytes: {seen.hot_bytes:,} of at most {seen.budget_bytes:,}")
-    print(f"hit rate: {sum(seen.hit_pairs.values()) / sum(seen.pairs.values()):.3f}")
+    print(f"hit rate: {100 * sum(seen.hit_pairs.values()) / sum(seen.pairs.values()):.1f} %")
     print(f"identical to the stock model: {'yes' if mine == theirs else 'NO'}")
     return 0 if mine == theirs else 1
 

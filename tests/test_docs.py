@@ -121,6 +121,19 @@ def test_the_histogram_page_names_every_form_that_is_read():
     assert [] == [name for name in DIALECTS if name != "ours" and name not in shown]
 
 
+def test_the_pages_for_users_call_our_programs_by_the_python_that_was_installed():
+    pages = [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]
+    texts = [page.read_text(encoding="utf-8") for page in pages]
+    calls = [call for text in texts for call in re.findall(r"\S*python (?:examples|scripts|benchmarks)/", text)]
+    assert len(calls) > 5
+    assert {".venv/bin/python"} == {call.split()[0].strip("`") for call in calls}
+
+
+def test_the_release_page_names_the_file_of_the_version():
+    (named,) = re.findall(r"`__version__` in `(\S+)`", (ROOT / "RELEASE.md").read_text(encoding="utf-8"))
+    assert "__version__ = " in (ROOT / named).read_text(encoding="utf-8")
+
+
 def test_the_tour_is_short_and_names_files_that_exist():
     text = read("tour.md")
     assert 50 <= len(text.splitlines()) <= 80

@@ -28,10 +28,19 @@ def test_every_example_is_tested_here():
     assert [] == [path.name for path in EXAMPLES.glob("*.py") if f'run("{path.name}"' not in tested]
 
 
+def test_an_example_says_how_it_is_called():
+    for path in EXAMPLES.glob("*.py"):
+        assert f"    .venv/bin/python examples/{path.name}\n" in path.read_text(encoding="utf-8")
+
+
 def test_generate_gives_the_stock_models_text(tmp_path):
     done = run("generate.py", folder=tmp_path)
     assert 0 == done.returncode, done.stderr
     assert "identical to the stock model: yes" in done.stdout
+    text = done.stdout.partition("\n\n")[0]
+    assert text.startswith("class Node:")
+    assert len(set(text.split())) > 8  # words, not one sign over and over
+    assert "Loading weights" not in done.stderr
     assert [] == list(tmp_path.iterdir())
 
 
@@ -44,8 +53,8 @@ def test_generate_says_when_everything_fits(tmp_path):
 def test_the_hot_experts_follow_the_traffic(tmp_path):
     done = run("follow_the_traffic.py", folder=tmp_path)
     assert 0 == done.returncode, done.stderr
-    rates = [float(line.split()[3]) for line in done.stdout.splitlines() if "swaps so far" in line]
-    before, right_after, end = rates[2], rates[3], rates[-1]
-    assert right_after < before - 0.1
-    assert right_after + 0.2 < end
+    percent = [float(line.split()[3]) for line in done.stdout.splitlines() if "swaps so far" in line]
+    before, right_after, end = percent[2], percent[3], percent[-1]
+    assert right_after < before - 10
+    assert right_after + 20 < end
     assert [] == list(tmp_path.iterdir())

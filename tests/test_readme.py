@@ -25,7 +25,7 @@ def commands(name):
     """Command lines of one program in the indented blocks, as words; comments are cut off, NAME=value words stay."""
     text = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
     lines = [shlex.split(line, comments=True) for line in text.splitlines() if line.startswith("    ")]
-    return [words for words in lines if name in [word for word in words if "=" not in word][:1]]
+    return [words for words in lines if name in [Path(word).name for word in words if "=" not in word][:1]]
 
 
 @pytest.fixture
@@ -53,18 +53,22 @@ def one_thread():
 
 def scaled(text, *, model):
     """The README's words for the bundled model."""
-    return text.replace("MODEL", str(model)).replace("hot_gib=8", f"hot_gib={TINY_HOT_GIB}")
+    text = text.replace("hot_gib=8", f"hot_gib={TINY_HOT_GIB}")
+    return text.replace("src/hotsplit/data/tiny-moe", "MODEL").replace("MODEL", str(model))
 
 
 def run(words, *, model, monkeypatch):
     """Run a `hotsplit` command line in this process, its leading variables set."""
     from hotsplit.cli.main import group
 
-    start = words.index("hotsplit")
+    start = [Path(word).name for word in words].index("hotsplit")
     for assignment in words[:start]:
         variable, _, value = assignment.partition("=")
-        monkeypatch.setenv(variable, str(TINY_HOT_GIB) if variable == "HOTSPLIT_HOT_GIB" else value)
-    arguments = [str(TINY_HOT_GIB) if words[i - 1] == "--hot-gib" else words[i] for i in range(start + 1, len(words))]
+        monkeypatch.setenv(variable, value)
+    arguments = [
+        str(TINY_HOT_GIB) if words[i - 1 : i + 1] == ["--hot-gib", "8"] else words[i]
+        for i in range(start + 1, len(words))
+    ]
     group.main([scaled(word, model=model) for word in arguments], standalone_mode=False)
 
 
@@ -80,28 +84,57 @@ def test_its_make_targets_exist():
     assert "\nTORCH_INDEX ?=" in makefile
 
 
+def test_make_checks_and_writes_every_generated_page():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    recipes = {name: makefile.split(f"\n{name}:")[1].partition("\n\n")[0] for name in ("check", "docs")}
+    for script in (ROOT / "scripts").glob("*.py"):
+        assert f"python scripts/{script.name} --check\n" in f"{recipes['check']}\n"
+        assert f"python scripts/{script.name}\n" in f"{recipes['docs']}\n"
+
+
+def test_make_installs_the_versions_that_were_measured_with():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    packages = json.loads(RESULT.read_text(encoding="utf-8"))["environment"]["packages"]
+    assert f"\nTRANSFORMERS_VERSION ?= {packages['transformers']}\n" in makefile
+    assert f"\nTORCH_VERSION ?= {packages['torch'].partition('+')[0]}\n" in makefile
+    assert 2 == makefile.count(" transformers==$(TRANSFORMERS_VERSION)\n")
+
+
+def test_the_model_to_play_with_is_where_it_says():
+    assert "src/hotsplit/data/tiny-moe --hot-gib" in README
+    assert (ROOT / "src/hotsplit/data/tiny-moe/config.json").is_file()
+
+
+def test_state_goes_where_it_says(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert Path("~/.cache/hotsplit").expanduser() == HotsplitConfig().state_path
+    assert "`~/.cache/hotsplit`" in README
+
+
 def test_the_settings_that_it_names_exist():
     variables = set(re.findall(r"HOTSPLIT_[A-Z_]+", README))
     assert {"HOTSPLIT_HOT_GIB", "HOTSPLIT_COUNTS", "HOTSPLIT_DYNAMIC"} <= variables
     assert HotsplitConfig.from_env(dict.fromkeys(variables, ""))
     assert "a reserve of 2 GiB" in README
-    assert 2 == HotsplitConfig().vram_reserve_gib
+    assert (2, 2000) == (HotsplitConfig().vram_reserve_gib, HotsplitConfig().dyn_steps)
+    assert "steps between two updates, 2000 unless" in README
 
 
 @pytest.mark.transformers
 @pytest.mark.slow
 def test_its_commands_run_one_after_the_other(traffic, tiny_moe, one_thread, monkeypatch, capsys):
     lines = commands("hotsplit")
-    assert ["profile", "profile", "plan", "run", "run", "run"] == [
-        words[words.index("hotsplit") + 1] for words in lines
-    ]
+    verbs = [next(word for word in words if "=" not in word and Path(word).name != "hotsplit") for words in lines]
+    assert ["run", "profile", "profile", "plan", "run", "run", "run"] == verbs
     for words in lines:
         with monkeypatch.context() as patch:
             run(words, model=tiny_moe, monkeypatch=patch)
     assert {"hist.json", "test.json", "plan.json"} <= {path.name for path in traffic.iterdir()}
     plan = json.loads((traffic / "plan.json").read_text(encoding="utf-8"))
     assert None is not plan["proof"]["held_out"]
-    assert 3 == capsys.readouterr().err.count("; hit rate ")
+    said = capsys.readouterr().err
+    assert 4 == said.count("; hit rate ")
+    assert 2 * 3 <= said.count("hotsplit update=")
 
 
 @pytest.mark.transformers
@@ -109,10 +142,10 @@ def test_its_commands_run_one_after_the_other(traffic, tiny_moe, one_thread, mon
 def test_its_two_lines_of_python_run(traffic, tiny_moe, one_thread, monkeypatch):
     import torch
 
-    profile = commands("hotsplit")[0]
+    profile = next(words for words in commands("hotsplit") if "profile" in words)
     run(profile, model=tiny_moe, monkeypatch=monkeypatch)
     (block,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert 2 == len(block.splitlines())
+    assert 2 == len([line for line in block.splitlines() if line.strip()])
     names = {}
     exec(scaled(block, model=tiny_moe), names)
     model = names["model"]

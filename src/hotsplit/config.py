@@ -357,9 +357,7 @@ def _known(name: str, keys: Mapping[str, str], *, what: str) -> str:
 def _checked(setting: Field[Any], value: object, *, origin: Origin) -> object:
     """A value that its rule allows, or one error that says where it came from and what is allowed."""
     rule = _rule(setting)
-    # An option is typed as --dyn-margin at a prompt and as dyn_margin in Python; only its reader knows which.
-    named = f"{setting.name} ({option_name(setting.name)})"
-    what = variable_name(setting.name) if origin == "environment" else named
+    named = f"{setting.name} ({option_name(setting.name)})"  # as it is typed in Python, and at a prompt
     try:
         return rule.parse(value)
     except (ValueError, KeyError, OverflowError) as error:
@@ -368,7 +366,7 @@ def _checked(setting: Field[Any], value: object, *, origin: Origin) -> object:
         if isinstance(value, str) and value.strip() in rule.not_built:
             way_out = f"{value.strip()} is not built yet"
         raise ConfigError(
-            what,
+            variable_name(setting.name) if origin == "environment" else named,
             got=_shortened(value),
             wanted=rule.values,
             do=way_out,

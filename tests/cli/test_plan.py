@@ -18,7 +18,7 @@ ROW_GIB = 49152 / 2**30
 """One expert of the bundled model."""
 RATES = ["hit_rate", "held_out", "null", "oracle_free", "oracle_reachable", "bound", "gap", "worst_layer"]
 KEYS = [
-    "kind", "model", "objective", "hash", "hot_experts", "hot_rows", "budget_bytes", "used_bytes", *RATES, "layer_order",
+    "kind", "model", "objective", "hash", "hot_experts", "hot_rows", "hot", "budget_bytes", "used_bytes", *RATES, "layer_order",
     "drift", "scores", "notices",
 ]  # fmt: skip
 
@@ -112,6 +112,14 @@ def test_without_a_budget_the_machines_own_is_used_and_said(cli, counts, tiny_mo
     assert 0 == result.code
     assert "[default-budget]" in result.err
     assert "128 of 128 experts are hot" in result.out
+
+
+def test_what_is_printed_fits_78_columns(cli, counts, tiny_moe):
+    result = cli("plan", tiny_moe, "--counts", counts, "--test", counts, "--hot-gib", 0.002)
+    assert [] == [line for line in result.out.splitlines() if len(line) > 78 or line != line.rstrip()]
+    rows = [line for line in result.out.splitlines() if line.startswith("in-sample, decode")]
+    assert 1 == len(rows)
+    assert rows[0].split("decode")[1].replace(" %", "%").split()[0].endswith("%")
 
 
 def test_the_same_input_gives_the_same_bytes(cli, counts, tiny_moe, tmp_path):

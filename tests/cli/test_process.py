@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -122,6 +123,54 @@ def test_an_interrupted_profile_leaves_the_users_files_as_they_were(tiny_moe, tm
 
 
 @pytest.mark.transformers
+@pytest.mark.parametrize(("number", "times", "code"), [("SIGTERM", 1, 143), ("SIGTERM", 2, 143), ("SIGHUP", 1, 129)])
+def test_a_run_that_is_told_to_end_saves_what_it_learned(tiny_moe, tmp_path, number, times, code):
+    arguments = ("run", tiny_moe, "--prompt", "x", "--max-new-tokens", 100_000, "--hot-gib", 0.002, "--dyn-steps", 5)
+    with subprocess.Popen(
+        command(*arguments, "--state-dir", tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment(),
+    ) as process:  # fmt: skip
+        for line in process.stderr:
+            if line.startswith("hotsplit is on"):
+                break
+        time.sleep(1)  # into the text
+        for _ in range(times):
+            process.send_signal(getattr(signal, number))
+        _, error = process.communicate(timeout=60)
+    assert code == process.returncode
+    assert "hotsplit: ended by a signal; nothing was left half-written" in error.splitlines()
+    assert "Traceback" not in error
+    (learned,) = (tmp_path / "learned").glob("*.json")
+    assert json.loads(learned.read_text())["phases"]["decode"]["tokens"] > 0
+
+
+def test_a_signal_that_somebody_ignores_stays_ignored(counts):
+    code = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+from hotsplit.cli import main
+main.group.main = lambda **_: signal.raise_signal(signal.SIGTERM)
+main.main()
+assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+"""
+    assert (0, "") == ((done := run(code=code)).returncode, done.stderr)
+
+
+def test_a_command_in_another_thread_leaves_signals_alone(counts):
+    code = f"""
+import sys, threading
+from hotsplit.cli.main import main
+sys.argv = ["hotsplit", "show", {str(counts)!r}]
+thread = threading.Thread(target=main)
+thread.start()
+thread.join()
+"""
+    done = run(code=code)
+    assert (0, "") == (done.returncode, done.stderr)
+    assert "4 layers x 32 experts" in done.stdout
+
+
+@pytest.mark.transformers
 def test_a_run_prints_nothing_but_its_object_on_stdout_and_no_progress_into_a_pipe(tiny_moe, tmp_path):
     arguments = ("run", tiny_moe, "--prompt", "x", "--max-new-tokens", 2, "--hot-gib", 0.002, "--json")
     done = run(*arguments, "--state-dir", tmp_path)
@@ -131,15 +180,14 @@ def test_a_run_prints_nothing_but_its_object_on_stdout_and_no_progress_into_a_pi
     assert "it/s" not in done.stderr
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
-def test_a_narrow_terminal_cuts_nothing(counts):
+def on_a_terminal(*arguments, columns=80):
+    """What a command shows on a terminal, where both streams go, with plain newlines."""
     import pty
 
     master, slave = pty.openpty()
     with subprocess.Popen(
-        command("plan", "--counts", counts, "--hot-fraction", 0.3), stdout=slave, stderr=slave,
-        env=environment(COLUMNS="40", TERM="xterm"),
-    ) as process:  # fmt: skip
+        command(*arguments), stdout=slave, stderr=slave, env=environment(COLUMNS=str(columns), TERM="dumb")
+    ) as process:
         os.close(slave)
         text = b""
         while True:
@@ -150,8 +198,36 @@ def test_a_narrow_terminal_cuts_nothing(counts):
             if not part:
                 break
             text += part
-        assert 0 == process.wait(timeout=60)
+        assert 0 == process.wait(timeout=60), text
     os.close(master)
-    assert "in-sample, decode" in text.decode()
-    assert "(layer " in text.decode()
-    assert "\N{HORIZONTAL ELLIPSIS}" not in text.decode()
+    return text.decode().replace("\r\n", "\n")
+
+
+def test_a_narrow_terminal_cuts_nothing(counts):
+    text = on_a_terminal("plan", "--counts", counts, "--hot-fraction", 0.3, columns=40)
+    assert "in-sample, decode" in text
+    assert re.search(r"% \(\d\)\n", text)
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+
+
+@pytest.mark.parametrize("columns", [40, 60])
+def test_a_terminal_wraps_prose_at_words(counts, columns):
+    text = on_a_terminal("plan", "--counts", counts, "--hot-fraction", 0.3, columns=columns)
+    lines = text.partition("\n\n")[0].splitlines()
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= columns
+    assert "38 of 128 experts are hot" in " ".join(lines)
+
+
+@pytest.mark.transformers
+def test_a_terminal_shows_the_text_of_a_run_once_whole_and_before_the_log_lines(tiny_moe, tmp_path):
+    arguments = ("run", tiny_moe, "--prompt", "import os", "--max-new-tokens", 40, "--temperature", 0.8)
+    options = (*arguments, "--hot-gib", 0.002, "--dyn-steps", 10, "--learned", "ignore", "--state-dir", tmp_path)
+    text = json.loads(run(*options, "--json").stdout)["text"]
+    shown = on_a_terminal(*options)
+    assert 1 == shown.count(f"{text}\n")
+    before, after = shown.split(f"{text}\n")
+    assert "hotsplit is on" in before
+    assert "hotsplit update=" not in before
+    assert 3 <= after.count("hotsplit update=") <= 4
+    assert "40 tokens in" in after

@@ -70,6 +70,10 @@ def test_results_go_to_stdout_and_notes_to_stderr(profiled):
     assert f"histogram written to {profiled.histogram}, trace to {profiled.trace}" in profiled.result.err
 
 
+def test_a_profile_says_how_many_prompts_from_how_many_files(profiled):
+    assert "playing 12 prompts from 2 files" in profiled.result.err.splitlines()
+
+
 def test_a_profile_plans_itself_and_scores_a_plan(cli, profiled, tiny_moe):
     arguments = (tiny_moe, "--counts", profiled.histogram, "--test", profiled.histogram, "--hot-gib", 0.002, "--json")
     value = json.loads(cli("plan", *arguments).out)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.transformers
 TINY = ModelIdentity(model_type="qwen3_moe", layers=(0, 1, 2, 3), num_experts=32, top_k=4)
 KEYS = [
     "text", "prompt_tokens", "new_tokens", "seconds", "hit_rate", "byte_hit_rate", "hot_experts", "experts", "hot_bytes",
-    "swaps", "updates", "plan_hash", "mode",
+    "budget_bytes", "swaps", "updates", "plan_hash", "mode",
 ]  # fmt: skip
 
 
@@ -50,7 +51,8 @@ def test_the_text_goes_to_stdout_and_the_numbers_to_stderr(run):
     value = json.loads(run("--hot-gib", 0.002, "--json").out)
     assert f"{value['text']}\n" == result.out
     assert "8 tokens in" in result.err
-    assert "39 of 128 experts hot" in result.err
+    assert "39 of 128 experts hot, 2.0 MiB of 2.0 MiB; " in result.err
+    assert re.search(r"hit rate \d+\.\d % \(byte hit rate \d+\.\d %\)", result.err)
 
 
 def test_json_is_one_object_with_stable_keys(run):

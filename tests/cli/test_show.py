@@ -5,7 +5,11 @@ import json
 import numpy as np
 import pytest
 
+from hotsplit.cli.work import SNAPSHOT_FORMAT
+from hotsplit.data import text_path
+from hotsplit.metrics import MetricsSnapshot, write_snapshot
 from hotsplit.plan.identity import ModelIdentity
+from hotsplit.plan.planfile import load_plan
 from hotsplit.plan.trace import Trace, save_trace
 
 
@@ -51,7 +55,90 @@ def test_a_histogram_as_json(cli, counts):
 def test_a_plan_is_shown_with_its_proof(cli, plan):
     result = cli("show", plan)
     assert "38 of 128 experts are hot" in result.out
-    assert "oracle_reachable" in result.out
+    shown = {line.rpartition("  ")[0].strip(): line.split("  ")[-1].strip() for line in result.out.splitlines()}
+    assert ["in-sample", "held-out", "null", "oracle reachable", "oracle free", "bound", "gap"] == [
+        name for name in shown if name and "proof" not in name
+    ][-7:]
+    assert "29.7 %" == shown["null"]  # 38 of 128
+
+
+def test_a_plan_as_json_lists_its_hot_experts(cli, plan):
+    hot = json.loads(cli("show", plan, "--json").out)["hot"]
+    assert {str(layer): list(experts) for layer, experts in enumerate(load_plan(plan).hot)} == hot
+
+
+def test_layers_with_as_many_hot_experts_each_are_told_by_one_number(cli, tiny_moe, tmp_path):
+    assert 0 == cli("plan", tiny_moe, "--hot-gib", 44 * 49152 / 2**30, "-o", tmp_path / "even.json").code
+    assert "40 of 128 experts are hot, 10 per layer (4 layers x 32)" in cli("show", tmp_path / "even.json").out
+
+
+@pytest.fixture
+def snapshot(tmp_path):
+    numbers = MetricsSnapshot(
+        rank=0,
+        version="0.1.0",
+        plan_hash="0123456789abcdef",
+        mode="dynamic",
+        backend="cpu-pointers",
+        tokens={"decode": 1500, "prefill": 0},
+        pairs={"decode": 6000, "prefill": 0},
+        hit_pairs={"decode": 4500, "prefill": 0},
+        touched_hot_bytes=2**20,
+        touched_cold_bytes=3 * 2**20,
+        steps=1500,
+        swaps_done=7,
+        swaps_refused=2,
+        swaps_failed=1,
+        swap_bytes=7 * 2**20,
+        update_failures=1,
+        hot_bytes=2**21,
+        host_bytes=2**22,
+        budget_bytes=3 * 2**20,
+        hit_ratio_window=0.8,
+        byte_hit_ratio_window=0.5,
+        oracle_ratio_window=0.9,
+        drift_ratio=0.1,
+        update_seconds=0.001,
+        counts={"decode": {0: [4500, 1500]}},
+    )
+    return write_snapshot(numbers, tmp_path / "run")
+
+
+def test_a_snapshot_is_shown_with_its_tokens_hit_rates_swaps_and_bytes(cli, snapshot):
+    result = cli("show", snapshot)
+    assert (0, "") == (result.code, result.err)
+    text = " ".join(result.out.split())
+    assert f"{snapshot}: rank 0, dynamic, 1,500 steps, plan 0123456789ab" in text
+    assert "decode 1,500 75.0 % prefill 0 - " in text
+    assert "byte hit rate 25.0 % of 4.0 MiB touched" in text
+    assert "7 swaps (7.0 MiB copied), 2 refused, 1 failed; 1 updates failed" in text
+    assert "2.0 MiB hot of a budget of 3.0 MiB, 4.0 MiB cold" in text
+    assert "last window: hit rate 80.0 %, byte hit rate 50.0 %, oracle reachable 90.0 %" in text
+
+
+def test_a_snapshot_as_json(cli, snapshot):
+    value = json.loads(cli("show", snapshot, "--json").out)
+    assert ("snapshot", 7, 0.25) == (value["kind"], value["swaps_done"], value["byte_hit_rate"])
+    assert {"decode": 0.75, "prefill": None} == value["hit_rate"]
+    assert SNAPSHOT_FORMAT == json.loads(snapshot.read_text())["format"]
+
+
+def test_a_broken_snapshot_is_refused_by_name(cli, tmp_path):
+    (tmp_path / "rank0.json").write_text(json.dumps({"format": SNAPSHOT_FORMAT, "version": 1, "snapshot": {}}))
+    assert f"snapshot {tmp_path / 'rank0.json'}" in cli("show", tmp_path / "rank0.json").refusal()
+
+
+def test_a_text_is_refused_with_its_beginning(cli):
+    line = cli("show", text_path("c")).refusal()
+    assert "got text that begins '### " in line
+    assert "wanted JSON or npz: a histogram, plan, trace or snapshot" in line
+
+
+def test_a_file_that_is_not_there_is_called_nothing_but_a_file(cli, tmp_path):
+    for name in (tmp_path / "gone", f"{tmp_path / 'gone'}#code"):
+        assert (
+            f"hotsplit: file {tmp_path / 'gone'}: got no such file; wanted a histogram" in cli("show", name).refusal()
+        )
 
 
 def test_a_plan_as_json_has_the_keys_of_the_command_that_made_it(cli, counts, plan):

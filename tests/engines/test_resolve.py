@@ -94,6 +94,28 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_in_one_line(tiny_moe, tmp_pa
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("content", "got"),
+    [
+        ("", "Expecting value"),
+        ("{", "Expecting property name"),
+        ("[]", "got list; wanted a JSON object"),
+        ("\xff", "bytes that are no UTF-8"),
+        ('{"model_type": "qwen3_moe", "hidden_size": "wide"}', "hidden_size"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_not_blamed_on_the_tokenizer(tiny_moe, tmp_path, content, got):
+    folder = shutil.copytree(tiny_moe, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / "tokenizer_config.json").unlink(missing_ok=True)
+    (folder / "config.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(CheckpointError) as caught:
+        load_tokenizer(folder)
+    assert str(caught.value).startswith(f"model config {folder / 'config.json'}: got ")
+    assert got in str(caught.value)
+    assert "tokenizer" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_configurations_own_architecture_is_the_class():
     config = transformers.MixtralConfig(architectures=["NoSuchModel", "MixtralForCausalLM"])
     assert transformers.MixtralForCausalLM is model_class(config)

@@ -134,7 +134,7 @@ def test_files_that_cannot_be_read_are_refused_by_name(tmp_path):
     ):
         with pytest.raises(TraceError, match=reason) as caught:
             read(path)
-        assert path == caught.value.file
+        assert path == caught.value.path
 
 
 def test_half_a_surrogate_pair_is_no_text():

@@ -171,6 +171,33 @@ def test_a_static_plan_with_room_for_spare_rows_is_used_in_dynamic_mode(tmp_path
     assert [5, 5] == choose(plan=tmp_path / "static.json").plan.hot_rows().tolist()
 
 
+@pytest.mark.parametrize(("hot_rows", "short"), [((5, 2), "layer 4: got 2"), ((0, 8), "layer 3: got 0")])
+def test_a_plan_with_fewer_hot_rows_than_a_token_chooses_is_refused_in_dynamic_mode(tmp_path, hot_rows, short):
+    path = written(tmp_path, hot_rows=hot_rows)
+    with pytest.raises(BudgetError, match=f"{short} hot experts; wanted at least 3 .*HOTSPLIT_DYNAMIC=0") as caught:
+        choose(sizes=THREE, plan=path)
+    assert 3 == caught.value.minimum_rows
+    assert list(hot_rows) == choose(sizes=THREE, plan=path, options=STATIC).plan.hot_rows().tolist()
+
+
+@pytest.mark.parametrize("hot_rows", [(3, 5), (3, 3), (8, 3), (8, 8)])
+def test_a_plan_with_as_many_hot_rows_as_a_token_chooses_is_used_in_dynamic_mode(tmp_path, hot_rows):
+    path = written(tmp_path, hot_rows=hot_rows)
+    assert list(hot_rows) == choose(sizes=THREE, plan=path).plan.hot_rows().tolist()
+
+
+THREE = sizes_of([ROW] * L, num_experts=E, top_k=3, first_layer=3)
+
+
+def written(folder, *, hot_rows):
+    """A plan for THREE with these hot rows and room for all."""
+    plan = make_plan(THREE, histogram=None, budget_bytes=BUDGET, options=STATIC)[0]
+    stage = replace(plan.stages[0], budget_bytes=2 * E * ROW, used_bytes=sum(hot_rows) * ROW)
+    hot = tuple(tuple(range(count)) for count in hot_rows)
+    save_plan(replace(plan, hot=hot, stages=(stage,)), folder / "plan.json")
+    return folder / "plan.json"
+
+
 @pytest.mark.parametrize(
     ("hot_rows", "dynamic", "rows"), [((0, 8), True, 8), ((3, 8), True, 12), ((3, 5), True, 10), ((3, 5), False, 8)]
 )

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
+from histogram_files import FORMS, ROWS, flat, live, ours, train
 from hotsplit.errors import HistogramError
 from hotsplit.plan.dialects import DIALECTS, load_histogram
 from hotsplit.plan.histogram import to_json
@@ -16,29 +14,6 @@ from hotsplit.plan.identity import ModelIdentity
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared measurements are not beside the repository")
-
-ROWS = {"3": [6, 3, 1, 0], "4": [5, 5, 0, 0]}
-
-
-def ours(rows=ROWS, *, layers=(3, 4), tokens=5, top_k=2, num_experts=4, **more):
-    model = {"name": "toy", "model_type": "toy", "num_experts": num_experts, "top_k": top_k, "layers": list(layers)}
-    phases = {"decode": {"tokens": tokens, "layers": rows}}
-    return {"format": "hotsplit-histogram", "version": 1, "model": model, "source": {}, "phases": phases} | more
-
-
-def flat(rows=ROWS, *, phase="decode", tokens=5, **more):
-    return {"model": "toy", "phase": phase, "n_experts": 4, "top_k": 2, "tokens": tokens, "layers": rows} | more
-
-
-def train(rows=ROWS, **more):
-    return {"train": {"decode": rows}} | more
-
-
-def live(rows=ROWS, **more):
-    return {"live": {"decode": rows}, "meta": {"top_k": 2, "model_type": "toy"}} | more
-
-
-FORMS = {"ours": ours, "flat": flat, "train": train, "live": live}
 
 
 @pytest.fixture
@@ -215,6 +190,21 @@ def test_a_hash_in_a_file_name_is_no_set(write):
     assert (3, 4) == load_histogram(write(flat(), name="run#2.json"))[0].layers
 
 
+HASHED = {"b#c/3": [6, 3, 1, 0], "b#c/4": [5, 5, 0, 0], "b/3": [0, 1, 3, 4], "b/4": [1, 1, 3, 3]}
+
+
+@pytest.mark.parametrize("name", ["h.json", "run#2.json", "#", "run#b"])
+@pytest.mark.parametrize(("chosen", "first"), [("b#c", 6), ("b", 0)])
+def test_a_set_whose_name_has_a_hash_is_reached_whatever_the_file_is_called(write, name, chosen, first):
+    histogram, _ = load_histogram(write(flat(HASHED, tokens=None), name=name) + f"#{chosen}")
+    assert (first, chosen) == (histogram.phases["decode"].counts[0, 0], histogram.source["set"])
+
+
+def test_of_a_file_that_is_not_there_what_stands_before_the_first_hash_is_named(tmp_path):
+    with pytest.raises(HistogramError, match=r"histogram .*gone.json: got no such file"):
+        load_histogram(f"{tmp_path / 'gone.json'}#b#c")
+
+
 def test_keys_with_and_without_a_domain_are_refused(write):
     with pytest.raises(HistogramError, match="with and without a domain"):
         load_histogram(write(flat({"3": [1, 2, 3, 4], "book/3": [1, 2, 3, 4]})))
@@ -283,6 +273,10 @@ def test_a_row_of_a_layer_that_the_model_lacks_is_refused(write):
         ({"phases": {"decode": {"layers": {}}}}, "got no layers"),
         ({"phases": {"decode": {"layers": {"3": 7}}}}, "wanted a list of counts"),
         ({"phases": {"decode": {"tokens": -1, "layers": ROWS}}}, "tokens: got -1"),
+        ({"phases": {"decode": {}, "prefill": {}}}, "got no phase"),
+        ({"normalised": "true"}, "normalised: got 'true'; wanted true or false"),
+        ({"normalised": 1}, "normalised: got 1; wanted true or false"),
+        ({"normalised": None}, "normalised: got None; wanted true or false"),
     ],
 )
 def test_a_malformed_file_of_ours_is_refused_with_the_field(write, change, match):
@@ -312,50 +306,6 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
     (tmp_path / "h.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(HistogramError, match="UTF-8"):
         load_histogram(tmp_path / "h.json")
-
-
-junk = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["3", "book/3", "decode", "layers", "tokens", "num_experts"]), inner, max_size=3
-        )
-    ),
-    max_leaves=6,
-)
-
-
-@given(
-    st.sampled_from(sorted(FORMS)),
-    st.dictionaries(
-        st.sampled_from(
-            [
-                "format",
-                "version",
-                "model",
-                "phases",
-                "train",
-                "live",
-                "meta",
-                "layers",
-                "phase",
-                "tokens",
-                "n_experts",
-                "top_k",
-            ]
-        ),
-        junk,
-        max_size=2,
-    ),
-)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
-def test_any_junk_ends_in_a_histogram_error_or_a_histogram(write, form, change):
-    path = write(json.dumps(FORMS[form]() | change))
-    histogram = None
-    with contextlib.suppress(HistogramError):
-        histogram, _ = load_histogram(path)
-    assert histogram is None or histogram.phases
 
 
 @needs_shared

@@ -76,6 +76,13 @@ def test_a_fraction_is_a_count_only_where_counts_are_normalised():
     assert [] == validate(histogram([[1.0, 0.5], [1.0, 2.0]], normalised=True), what="f")
 
 
+@pytest.mark.parametrize("tokens", [-1, 2**53 + 1, 10**30, 10**400])
+@pytest.mark.parametrize("normalised", [False, True])
+def test_tokens_that_are_none_are_refused(tokens, normalised):
+    with pytest.raises(HistogramError, match=r"f, tokens \(decode\): got .*; wanted an integer from 0 to 2\*\*53"):
+        validate(histogram(GOOD, tokens=tokens, normalised=normalised), what="f")
+
+
 def test_totals_must_be_tokens_times_top_k():
     with pytest.raises(
         HistogramError, match=r"layer 4 .*got 9 routed pairs; wanted tokens x top_k = 5 x 2 = 10"

@@ -79,6 +79,14 @@ def _set(*keys, to):
         (_set("identity", "layers", to=[]), "identity.layers"),
         (_set("identity", "layers", to=[3, 3]), "identity.layers"),
         (_set("identity", "num_experts", to=None), "identity.num_experts"),
+        (_set("identity", "num_experts", to=10**10), "identity: got 2 layers x 10000000000 experts"),
+        (_set("identity", "num_experts", to=10**30), "identity.num_experts"),
+        (_set("identity", "layers", to=[3, 10**30]), "identity.layers"),
+        (_set("identity", "top_k", to=10**400), "identity.top_k"),
+        (_set("row_bytes", "3", to=2**53 + 1), "row_bytes.3"),
+        (_set("stages", 0, "budget_bytes", to=10**400), "budget_bytes"),
+        (_set("proof", "gap", to=10**400), "proof.gap"),
+        (_set("proof", "worst_layer", to=10**400), "proof.worst_layer"),
         (_set("identity", "top_k", to=0), "identity.top_k"),
         (_set("identity", "model_type", to=7), "identity.model_type"),
         (_set("identity", "tp", to=True), "identity.tp"),
@@ -121,6 +129,13 @@ def test_a_file_that_is_no_plan_is_refused_in_one_line(tmp_path, text):
     with pytest.raises(PlanError, match=r"plan\.json") as caught:
         load_plan(tmp_path / "plan.json")
     assert "\n" not in str(caught.value)
+
+
+def test_of_two_equal_keys_neither_is_believed(tmp_path):
+    text = to_bytes(_plan()).decode().replace('"hot":{"3":', '"hot":{"3":[],"3":')
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(PlanError, match=r"plan\.json: got the key '3' twice in one object"):
+        load_plan(tmp_path / "plan.json")
 
 
 def test_an_absent_file_is_refused(tmp_path):

@@ -75,6 +75,29 @@ def test_an_id_that_is_no_expert_raises_with_token_layer_and_value(value):
     assert (2, 4, value) == (caught.value.token, caught.value.layer, caught.value.value)
 
 
+@pytest.mark.parametrize("num_experts", [2**24, 10**10, 2**53])
+def test_a_model_that_no_memory_holds_is_refused_before_anything_is_counted(tmp_path, num_experts):
+    meta = json.dumps({"num_experts": num_experts, "top_k": 2})
+    path = write(tmp_path / "t.npz", experts=EXPERTS, phase=np.zeros(3, np.uint8), meta=np.array(meta))
+    with pytest.raises(TraceError, match=f"t.npz: num_experts: got 2 layers x {num_experts} experts"):
+        load_trace(path)
+
+
+@pytest.mark.parametrize("number", [2**53 + 1, 10**30, 10**400])
+def test_a_fact_that_no_float_holds_is_not_known(tmp_path, number):
+    meta = json.dumps({"num_experts": number, "top_k": number})
+    path = write(tmp_path / "t.npz", experts=EXPERTS, phase=np.zeros(3, np.uint8), meta=np.array(meta))
+    identity = load_trace(path)[0].identity
+    assert (None, 2) == (identity.num_experts, identity.top_k)
+
+
+def test_facts_that_nest_without_end_are_refused(tmp_path):
+    meta = np.array("[" * 200_000)
+    path = write(tmp_path / "t.npz", experts=EXPERTS, phase=np.zeros(3, np.uint8), meta=meta)
+    with pytest.raises(TraceError, match="t.npz, meta: got .*; wanted JSON"):
+        load_trace(path)
+
+
 def test_decode_and_prefill_are_counted_apart():
     histogram = histogram_of(trace())
     assert [[1, 0, 0, 1], [1, 0, 1, 0]] == histogram.phases["decode"].counts.tolist()

@@ -19,9 +19,9 @@ from logging.handlers import MemoryHandler
 import click
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from hotsplit.notices import Notice
 
@@ -51,16 +51,18 @@ def print_json(value: object) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
 
 
-def prose(text: str, *, indent: int = 0, style: str = "") -> None:
+def prose(text: str, *, indent: int = 0, label: str = "", style: str = "") -> None:
     """Sentences on stdout, wrapped at words: to the terminal, or to PROSE_WIDTH where there is none.
 
     Args:
         text: Plain text.
         indent: Blanks before every line.
+        label: Instead of those before the first.
         style: As rich takes it.
     """
     width = shutil.get_terminal_size().columns if out.is_terminal else PROSE_WIDTH
-    out.print(Padding(text, (0, 0, 0, indent), expand=False), style=style, soft_wrap=False, width=width)
+    for i, line in enumerate(Text(text).wrap(out, max(width - indent, 1))):
+        out.print(f"{'' if i else label:{indent}}{line.plain}".rstrip(), style=style)
 
 
 def say(notices: Iterable[Notice]) -> None:

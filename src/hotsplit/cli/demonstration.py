@@ -152,8 +152,8 @@ class Demonstration:
         )
         console.prose(
             f"Planned anew, from {FROM_DOMAIN} traffic alone. Cadence for so short a run, the default in brackets: "
-            f"{', '.join(cadence)}. With batch {PROFILE.batch_size}, a window between two updates is "
-            f"{CADENCE['dyn_steps'] * PROFILE.batch_size} tokens or a little less."
+            f"{', '.join(cadence)}. A window between two updates is a prefill and {CADENCE['dyn_steps'] - 1} decode "
+            f"steps at batch {PROFILE.batch_size}: {(CADENCE['dyn_steps'] - 1) * PROFILE.batch_size} decoded tokens."
         )
         counts = self._scratch / "from.json"
         save_histogram(self._count(self._train[FROM_DOMAIN], f"profiling {FROM_DOMAIN}"), counts)
@@ -217,7 +217,8 @@ class Demonstration:
         is_installed = Path(sys.argv[0]).name == "hotsplit"
         console.prose("To try more of it at once; then see `--help`, and give it a model and traffic of your own:")
         console.out.print(f"  {program if is_installed else 'hotsplit'} run {folder} \\")
-        console.out.print('    --hot-gib 0.002 --dyn-steps 100 --max-new-tokens 400 --prompt "import os"')
+        console.out.print('    --hot-gib 0.002 --dyn-steps 100 --max-new-tokens 400 \\')
+        console.out.print('    --prompt "def __init__(self"')
 
 
 @contextmanager
@@ -238,7 +239,7 @@ def _heading(text: str) -> None:
 
 def _line(name: str, text: str) -> None:
     """A line of the summary."""
-    console.prose(f"{name:9}{text}")
+    console.prose(text, indent=9, label=name)
 
 
 _UPDATE_HEAD = "traffic   update      hit   byte hit   oracle   drift   swaps"

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
 
 import click
 
@@ -52,18 +57,33 @@ def group() -> None:
     HotsplitConfig.from_env(os.environ)  # a misspelt or impossible variable is an error, also where nothing uses it
 
 
+class _Ended(BaseException):
+    """A signal asked the command to end. No Exception, like KeyboardInterrupt: nothing on the way may take it for one.
+
+    Args:
+        number: Of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.exit_code = 128 + number
+
+
 def main() -> None:
     """Run a command; an error is one line on stderr and the exit code of its class."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A text that took minutes is printed, whatever the terminal can spell.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        group.main(standalone_mode=False)
+        with _ending_in_order():
+            group.main(standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except click.Abort:
         _fail("interrupted; nothing was left half-written", code=130)
+    except _Ended as ended:
+        _fail("ended by a signal; nothing was left half-written", code=ended.exit_code)
     except HotsplitError as error:
         _fail(str(error), code=error.exit_code)
     except ImportError as error:
@@ -72,6 +92,33 @@ def main() -> None:
         _fail(f"{error.name} is not installed; pip install 'hotsplit[transformers]'", code=1)
     except OSError as error:
         _fail(f"{error.filename or 'the system'}: got {(error.strerror or str(error)).lower()}", code=1)
+
+
+@contextlib.contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end a command as Ctrl-C does, so that what was learned is saved and memory given back.
+
+    A signal that somebody ignores (nohup) or handles already stays theirs. Only a main thread may handle signals.
+    """
+    numbers: list[signal.Signals] = []
+    if threading.current_thread() is threading.main_thread():
+        numbers = [signal.SIGTERM, signal.SIGHUP]
+    ours = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, _end)
+    try:
+        yield
+    finally:
+        for number in ours:
+            if signal.getsignal(number) is _end:
+                signal.signal(number, signal.SIG_DFL)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    """End once: what stops a group of processes may send the signal twice, and a save must not be torn off by it."""
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
+    raise _Ended(number)
 
 
 def _fail(text: str, *, code: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import transformers
 
 from hotsplit.cli import console
-from hotsplit.cli.work import require_writable
+from hotsplit.cli.places import histogram_files, model_files, require_places
 from hotsplit.config import HotsplitConfig
 from hotsplit.engines.transformers.loading import load_with
 from hotsplit.engines.transformers.profile import ProfileOptions, play
@@ -49,7 +49,7 @@ def profile(task: ProfileTask) -> Histogram:
         HotsplitError: An input is wrong; nothing was written.
     """
     options = ProfileOptions(**task.options)
-    _require_places(task)
+    require_places({"--output": task.output, "--trace": task.trace}, inputs=_inputs(task))
     if task.config.enable is False:
         raise ConfigError("HOTSPLIT_ENABLE", got="0", wanted="hotsplit on, since its banks count", do="leave it out")
     folder = model_folder(task.model)
@@ -75,11 +75,7 @@ def profile(task: ProfileTask) -> Histogram:
     return histogram
 
 
-def _require_places(task: ProfileTask) -> None:
-    """Before the long work: both files can be written, and are two."""
-    require_writable(task.output)
-    if task.trace is None:
-        return
-    require_writable(task.trace)
-    if task.trace.absolute() == task.output.absolute():
-        raise ConfigError("--trace", got=f"{task.trace}, as --output", wanted="another file", do="name one")
+def _inputs(task: ProfileTask) -> list[Path]:
+    """Every file that a profile reads."""
+    plan = [] if task.config.plan is None else [task.config.plan]
+    return [*task.files, *plan, *histogram_files(task.config.counts), *model_files(task.model)]

@@ -9,6 +9,7 @@ import click
 
 from hotsplit.cli import console
 from hotsplit.cli.options import config_from, json_option, setting_options
+from hotsplit.cli.places import histogram_files, require_places
 from hotsplit.cli.views import histogram_json, print_histogram
 from hotsplit.errors import HistogramError
 from hotsplit.notices import enforce
@@ -36,6 +37,7 @@ def command(
 ) -> None:
     """Merge the counts of LIVE into those of REFERENCE, normalised per layer."""
     config = config_from(options)
+    require_places({"--output": output}, inputs=histogram_files(live, reference))
     live_counts, said_live = load_histogram(live)
     reference_counts, said_reference = load_histogram(reference)
     merged, said = rerank(reference_counts, live_counts, live_weight=live_weight, min_tokens=min_tokens)

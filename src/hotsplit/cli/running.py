@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import click
 import torch
 import transformers
 
@@ -65,7 +67,7 @@ def run(task: RunTask, *, is_streamed: bool = False) -> dict[str, Any]:
 
     Args:
         task: What was asked for.
-        is_streamed: Print the text on stdout while it comes.
+        is_streamed: Print the text on stdout: while it comes, or at the end where beams are still compared.
 
     Raises:
         HotsplitError: An input is wrong.
@@ -76,9 +78,9 @@ def run(task: RunTask, *, is_streamed: bool = False) -> dict[str, Any]:
     transformers.utils.logging.disable_progress_bar()  # ours is on the screen
     with console.progress("loading") as loading:
         model = load_with(folder, config=task.config, force=task.force, on_progress=loading)
+    can_stream = is_streamed and (model.generation_config.num_beams or 1) == 1
     started = time.perf_counter()
-    streamer = transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if is_streamed else None
-    with console.logging_after() if is_streamed else contextlib.nullcontext():
+    with _streamer(tokenizer) if can_stream else contextlib.nullcontext() as streamer:
         new_ids = _generate(model, ids, task=task, streamer=streamer)
     seconds = time.perf_counter() - started
     result = {
@@ -88,6 +90,8 @@ def run(task: RunTask, *, is_streamed: bool = False) -> dict[str, Any]:
         "seconds": seconds,
         **dict.fromkeys(_NUMBERS),
     }
+    if is_streamed and not can_stream:
+        click.echo(result["text"])
     engine = getattr(model, "hotsplit", None)
     if engine is not None:
         result |= _numbers(engine)
@@ -108,6 +112,17 @@ def _prompt_ids(task: RunTask, tokenizer: Any) -> torch.Tensor:
     if not ids:
         raise ConfigError("--prompt", got="no tokens", wanted="text", do="give the model something to continue")
     return torch.tensor([ids])
+
+
+@contextlib.contextmanager
+def _streamer(tokenizer: Any) -> Iterator[Any]:
+    """What prints the text as it comes; log lines follow it, and its line ends whatever ends the text."""
+    with console.logging_after():
+        try:
+            yield transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        except BaseException:
+            click.echo()
+            raise
 
 
 def _generate(model: Any, ids: torch.Tensor, *, task: RunTask, streamer: Any) -> list[int]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from hotsplit.cli.places import histogram_files, model_files, require_places
 from hotsplit.config import HotsplitConfig
 from hotsplit.errors import BudgetError, ConfigError, HistogramError, HotsplitError
 from hotsplit.files import read_json
@@ -17,7 +15,7 @@ from hotsplit.metrics import MetricsSnapshot, read_snapshot
 from hotsplit.notices import Notice, enforce
 from hotsplit.plan.checkpoint import read_headers
 from hotsplit.plan.choose import read_counts
-from hotsplit.plan.dialects import load_histogram
+from hotsplit.plan.dialects import load_histogram, split_set
 from hotsplit.plan.evaluate import Evaluation, evaluate
 from hotsplit.plan.histogram import Histogram
 from hotsplit.plan.planfile import FORMAT as PLAN_FORMAT
@@ -29,6 +27,8 @@ from hotsplit.units import gib
 
 SNAPSHOT_FORMAT = "hotsplit-metrics"
 """What a snapshot file says that it is."""
+
+_SHOWN = "a histogram, plan, trace or snapshot"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +88,8 @@ def make_plan_for(task: PlanTask) -> PlanResult:
     Raises:
         HotsplitError: An input is wrong or nothing fits; nothing was written.
     """
+    inputs = [*histogram_files(task.config.counts, task.test), *model_files(task.model)]
+    require_places({"--output": task.output}, inputs=inputs)
     sizes = _sizes(task)
     counts, notices = _histogram(task.config.counts, sizes=sizes, task=task)
     test, said = _histogram(task.test, sizes=sizes, task=task)
@@ -156,26 +158,6 @@ def _budget(task: PlanTask, sizes: ExpertSizes, notices: list[Notice]) -> int:
     return budget
 
 
-def require_writable(path: Path) -> None:
-    """Refuse a place that cannot be written, before long work rather than after it.
-
-    Args:
-        path: File to be; missing folders are made when it is written.
-
-    Raises:
-        HotsplitError: It cannot be written.
-    """
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise HotsplitError(f"cannot write {path}", got=reason, do="choose another place", path=path) from error
-
-
 def open_any(name: str) -> Opened:
     """Open a plan, a trace, a snapshot or a histogram, whichever it is.
 
@@ -186,11 +168,12 @@ def open_any(name: str) -> Opened:
         HotsplitError: It is none of them.
     """
     path = Path(name)
-    _require_file(path)
+    _require_file(name)
     if path.is_file() and zipfile.is_zipfile(path):
         trace, notices = load_trace(path)
         return Opened(name=name, content=trace, notices=tuple(notices))
     if path.is_file():
+        _require_braces(path)
         value = read_json(path, what="file", error=HotsplitError)
         form = value.get("format") if isinstance(value, dict) else None
         if form == PLAN_FORMAT:
@@ -201,15 +184,23 @@ def open_any(name: str) -> Opened:
     return Opened(name=name, content=histogram, notices=tuple(notices))
 
 
-def _require_file(path: Path) -> None:
+def _require_file(name: str) -> None:
     """Only a file that is there can be called a histogram, a plan or anything else."""
-    file = path if path.exists() or "#" not in str(path) else Path(str(path).rpartition("#")[0])
+    file, _ = split_set(name)
     try:
         file.stat()
     except OSError as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else (error.strerror or str(error)).lower()
-        wanted = "a histogram, plan, trace or snapshot"
-        raise HotsplitError(f"file {file}", got=reason, wanted=wanted, path=file) from error
+        raise HotsplitError(f"file {file}", got=reason, wanted=_SHOWN, path=file) from error
+
+
+def _require_braces(path: Path) -> None:
+    """What is no JSON at all is told by its beginning, which says more than a parser does."""
+    with path.open("rb") as file:
+        start = file.read(200).decode("utf-8", errors="replace").lstrip()
+    if not start.startswith(("{", "[")):
+        got = f"text that begins {start[:40]!r}" if start else "nothing"
+        raise HotsplitError(f"file {path}", got=got, wanted=f"JSON or npz: {_SHOWN}", path=path)
 
 
 def counted(trace: Trace) -> Histogram:

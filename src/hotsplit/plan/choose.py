@@ -139,28 +139,48 @@ def _given(request: PlanRequest, *, sizes: ExpertSizes) -> tuple[Plan, list[Noti
         raise PlanError("no plan file")
     plan = load_plan(path)
     notices = require_plan_for(plan, sizes, force=request.force)
+    what = f"plan {path}"
     if len(plan.stages) > 1:
         raise PlanMismatchError(
-            f"plan {path} was made for several pipeline stages",
+            f"{what} was made for several pipeline stages",
             got=f"pp is {plan.identity.pp}, not 1",
             do="make one without --pp",
         )
     budget = plan.stages[0].budget_bytes
     if request.is_budget_given and min(request.budget_bytes, sizes.expert_bytes) != budget:
         raise PlanError(
-            f"plan {path}",
+            what,
             got=f"a budget of {gib(budget)} in the plan and {gib(request.budget_bytes)} given",
             do="leave HOTSPLIT_HOT_GIB out, or make a plan for it",
         )
+    if request.options.dynamic:
+        _require_rows(plan, sizes=sizes, what=what)
     needed = needed_bytes(plan, sizes=sizes, dynamic=request.options.dynamic)
     if needed > budget:
         raise BudgetError(
-            f"plan {path}",
+            what,
             got=gib(needed) + (" with its spare rows" if request.options.dynamic else ""),
             wanted=f"at most {gib(budget)}",
             do="make the plan anew for this mode and model, or set HOTSPLIT_DYNAMIC=0",
         )
     return plan, notices
+
+
+def _require_rows(plan: Plan, *, sizes: ExpertSizes, what: str) -> None:
+    """In dynamic mode every layer that is not wholly hot keeps top_k hot rows: fewer, and no token is served by them."""
+    hot_L, num_experts = plan.hot_rows(), sizes.identity.num_experts or 0
+    least = min(sizes.identity.top_k or 1, num_experts)
+    short = np.flatnonzero(hot_L < least)
+    if short.size:
+        layer = plan.layers[int(short[0])]
+        raise BudgetError(
+            f"{what}, layer {layer}",
+            got=f"{hot_L[short[0]]} hot experts",
+            wanted=f"at least {least} in every layer, one for each that a token chooses",
+            do="make the plan anew for dynamic mode, or set HOTSPLIT_DYNAMIC=0",
+            layer=layer,
+            minimum_rows=least,
+        )
 
 
 def _scored(plan: Plan, counts: Histogram) -> Notice:

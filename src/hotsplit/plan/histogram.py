@@ -120,7 +120,8 @@ def validate(histogram: Histogram, *, what: str) -> list[Notice]:
 
     Raises:
         HistogramError: No phase; a count that is NaN, infinite, negative, above 2**53, or fractional without
-            `normalised`; a layer whose total is not tokens x top_k. Has `layer` (decoder index), `expert`, `value`.
+            `normalised`; tokens that are none; a layer whose total is not tokens x top_k. Has `layer` (decoder index),
+            `expert`, `value`.
     """
     if not histogram.phases:
         raise HistogramError(what, got="no phase", wanted="decode or prefill counts")
@@ -320,8 +321,11 @@ def _require_cells(histogram: Histogram, *, phase: str, what: str) -> None:
 
 
 def _require_totals(histogram: Histogram, *, phase: str, what: str) -> None:
-    """Raise for the first layer whose total is not tokens x top_k; an empty layer is only a doubt."""
+    """Raise for tokens that are none, and for the first layer whose total is not tokens x top_k; empty is a doubt."""
     counted, top_k = histogram.phases[phase], histogram.identity.top_k
+    if counted.tokens is not None and not 0 <= counted.tokens <= MAX_COUNT:
+        got = _spell(counted.tokens)
+        raise HistogramError(f"{what}, tokens ({phase})", got=got, wanted="an integer from 0 to 2**53", phase=phase)
     if histogram.normalised or counted.tokens is None or top_k is None:
         return
     totals_L = counted.counts.sum(axis=1)

@@ -255,6 +255,7 @@ def _with_tokens(histogram: Histogram) -> Histogram:
     for name, counted in histogram.phases.items():
         fewest = float(counted.counts.sum(axis=1).min())
         tokens = int(fewest / top_k) if top_k and counted.tokens is None else counted.tokens
+        tokens = None if tokens is None else min(tokens, MAX_COUNT)
         phases[name] = PhaseCounts(counts=counted.counts, tokens=tokens)
     return replace(histogram, phases=phases, normalised=True)
 

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from hotsplit.errors import BudgetError, PlanError, PlanMismatchError
 from hotsplit.files import canonical_json, read_json, write_atomic
 from hotsplit.notices import Notice
-from hotsplit.plan.identity import ModelIdentity, require_same
+from hotsplit.plan.identity import MAX_CELLS, MAX_INTEGER, ModelIdentity, require_same
 from hotsplit.plan.objectives import OBJECTIVES
 from hotsplit.plan.sizes import ExpertSizes
 
@@ -316,8 +316,8 @@ class _Reader:
 
     def integer(self, value: object, name: str, *, least: int) -> int:
         """An integer (true is none)."""
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            self.refuse(name, repr(value), f"an integer >= {least}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_INTEGER:
+            self.refuse(name, repr(value), f"an integer from {least} to 2**53")
         return value
 
     def integers(self, value: object, name: str, *, below: int | None = None) -> tuple[int, ...]:
@@ -341,12 +341,14 @@ class _Reader:
         for name in ("model_type", "headers_hash"):
             if content[name] is not None and not isinstance(content[name], str):
                 self.refuse(f"identity.{name}", repr(content[name]), "text or null")
-        top_k = content["top_k"]
+        top_k, num_experts = content["top_k"], self.integer(content["num_experts"], "identity.num_experts", least=1)
+        if len(layers) * num_experts > MAX_CELLS:
+            self.refuse("identity", f"{len(layers)} layers x {num_experts} experts", f"at most {MAX_CELLS} together")
         return PlanIdentity(
             model=ModelIdentity(
                 model_type=content["model_type"],
                 layers=layers,
-                num_experts=self.integer(content["num_experts"], "identity.num_experts", least=1),
+                num_experts=num_experts,
                 top_k=None if top_k is None else self.integer(top_k, "identity.top_k", least=1),
             ),
             headers_hash=content["headers_hash"],

@@ -28,7 +28,7 @@ from hotsplit.errors import HotsplitError, TraceError
 from hotsplit.files import read_bytes, write_atomic
 from hotsplit.notices import Notice
 from hotsplit.plan.histogram import Histogram, PhaseCounts
-from hotsplit.plan.identity import ModelIdentity
+from hotsplit.plan.identity import MAX_CELLS, MAX_INTEGER, ModelIdentity
 
 PREFILL, DECODE = 0, 1
 """How the file spells the phases."""
@@ -262,7 +262,7 @@ def _meta(arrays: dict[str, npt.NDArray[Any]], *, what: str) -> dict[str, Any]:
         return {}
     try:
         meta = json.loads(str(arrays["meta"]))
-    except ValueError as failure:
+    except (ValueError, RecursionError) as failure:
         raise TraceError(f"{what}, meta", got=str(failure), wanted="JSON") from failure
     if not isinstance(meta, dict):
         raise TraceError(f"{what}, meta", got=type(meta).__name__, wanted="a JSON object")
@@ -270,8 +270,8 @@ def _meta(arrays: dict[str, npt.NDArray[Any]], *, what: str) -> dict[str, Any]:
 
 
 def _number(value: object) -> int | None:
-    """A positive integer, or None."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+    """A positive integer up to 2**53, or None."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_INTEGER else None
 
 
 def _require_shapes(trace: Trace) -> None:
@@ -297,7 +297,11 @@ def _require_shapes(trace: Trace) -> None:
 
 
 def _require_ids(trace: Trace) -> None:
-    """Every id names an expert, or is padding."""
+    """Every id names an expert, or is padding; and an array of their counts can be made."""
+    num_experts, num_layers = trace.identity.num_experts or 0, trace.experts.shape[1]
+    if num_experts * num_layers > MAX_CELLS:
+        got = f"{num_layers} layers x {num_experts} experts"
+        raise TraceError("num_experts", got=got, wanted=f"at most {MAX_CELLS} together")
     bad_TLK = trace.experts < PADDING
     if trace.identity.num_experts is not None:
         bad_TLK |= trace.experts >= trace.identity.num_experts

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hotsplit.errors import CheckpointError, UnsupportedEngineError
+from hotsplit.files import read_json
 
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py")
 _TOKENIZER_FILES = ("tokenizer*", "tokenization*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -48,7 +49,8 @@ def load_tokenizer(folder: Path) -> Any:
         folder: The model's folder.
 
     Raises:
-        CheckpointError: The folder is no model's, has none, or it cannot be read.
+        CheckpointError: The folder is no model's, has none, or it cannot be read; where config.json is what cannot be
+            read, that is named.
     """
     import transformers
 
@@ -64,10 +66,39 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # code of the model's kind reads files of the model's folder: it may raise anything
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        _require_config(folder)  # which a tokenizer is looked up by
         raise CheckpointError(
-            f"tokenizer of {folder}", got=reason, wanted="tokenizer files beside the model", do="download them too"
+            f"tokenizer of {folder}",
+            got=_first_line(error),
+            wanted="tokenizer files beside the model",
+            do="download them too",
         ) from error
+
+
+def _require_config(folder: Path) -> None:
+    """Name config.json, where that is what cannot be read.
+
+    Raises:
+        CheckpointError: It is no JSON object, or transformers does not know such a model.
+    """
+    import transformers
+
+    path = folder / "config.json"
+    config = read_json(path, what="model config", error=CheckpointError, repeats=True)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"model config {path}", got=type(config).__name__, wanted="a JSON object", file=path)
+    try:
+        transformers.AutoConfig.from_pretrained(folder)
+    except Exception as error:  # a configuration class checks its fields, and raises what it likes
+        got, do = _first_line(error), "check transformers' version, or download the model again"
+        wanted = f"a model of transformers {transformers.__version__}"
+        raise CheckpointError(f"model config {path}", got=got, wanted=wanted, do=do, file=path) from error
+
+
+def _first_line(error: Exception) -> str:
+    """The gist of what other people's code raised."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
 
 
 def model_class(config: Any) -> type:

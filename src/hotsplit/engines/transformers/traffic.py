@@ -6,6 +6,7 @@ A plain text file is a domain and is cut into prompts of equal length. A .jsonl 
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hotsplit.errors import TraceError
+from hotsplit.files import read_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +48,7 @@ def read_prompts(
         pieces = _cut(text, tokenizer, prompt_tokens) if lines is None else (ids[:prompt_tokens] for ids in lines)
         found = [Prompt(domain=path.stem, token_ids=tuple(ids)) for ids in pieces if ids]
         if not found:
-            raise TraceError(f"data file {path}", got="no text", wanted="at least one prompt", file=path)
+            raise TraceError(f"data file {path}", got="no text", wanted="at least one prompt", path=path)
         prompts += _spread(found, max_prompts)
     return prompts
 
@@ -61,15 +63,14 @@ def is_encodable(text: str) -> bool:
 
 
 def _read(path: Path) -> str:
+    data = read_bytes(path, what="data file", error=TraceError)
     try:
-        return path.read_text(encoding="utf-8")
+        # As a text file is read, with one kind of newline.
+        return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8").read()
     except UnicodeDecodeError as error:
         raise TraceError(
-            f"data file {path}", got=f"bytes that are no UTF-8 at {error.start}", wanted="text", file=path
+            f"data file {path}", got=f"bytes that are no UTF-8 at {error.start}", wanted="text", path=path
         ) from error
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise TraceError(f"data file {path}", got=reason, wanted="a readable file", file=path) from error
 
 
 def _cut(text: str, tokenizer: Any, prompt_tokens: int) -> Iterator[list[int]]:

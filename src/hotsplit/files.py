@@ -158,7 +158,9 @@ def read_json(path: Path, *, what: str, error: type[HotsplitError], repeats: boo
     except UnicodeDecodeError as failure:
         raise error(f"{what} {path}", got="bytes that are no UTF-8", wanted="JSON", path=path) from failure
     except (ValueError, RecursionError) as failure:  # not only JSONDecodeError: integers of thousands of digits
-        raise error(f"{what} {path}", got=str(failure), wanted="JSON", path=path) from failure
+        start = data[:200].decode("utf-8", errors="replace").lstrip()[:40]
+        got = f"{failure}, in what begins {start!r}" if start else "nothing"
+        raise error(f"{what} {path}", got=got, wanted="JSON", path=path) from failure
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def refused(cli, tiny_moe, tmp_path):
         ("binary.txt", b"\x00\xff\xfe", "bytes that are no UTF-8 at 1"),
         ("empty.txt", b"", "no text"),
         ("empty.jsonl", b"\n\n", "no text"),
-        ("other.jsonl", b'{"text": "fine"}\n{"prompt": "x"}\n', 'line 2: got neither; wanted "text"'),
+        ("other.jsonl", b'{"text": "fine"}\n{"prompt": "x"}\n', 'line 2: got {"prompt": "x"}; wanted "text"'),
         ("broken.jsonl", b'{"text": "fine"}\n\n{"text": "x\n', "line 3: got Unterminated string"),
         ("deep.jsonl", b"[" * 200_000, "line 1: got"),
         ("number.jsonl", b'{"text": ' + b"9" * 5000 + b"}", "line 1: got"),

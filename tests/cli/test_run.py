@@ -152,7 +152,7 @@ def test_counts_of_another_model_are_refused_by_the_field_and_forced_aloud(run, 
 
 def test_a_plan_file_that_is_none_is_refused(run, counts, tmp_path):
     assert "no such file" in run("--plan", tmp_path / "gone.json").refusal()
-    assert "wanted the keys" in run("--plan", counts).refusal()
+    assert "got a histogram, not a plan" in run("--plan", counts).refusal()
 
 
 def test_a_budget_below_the_minimum_names_it_and_static_mode(run):

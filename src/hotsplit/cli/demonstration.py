@@ -217,7 +217,7 @@ class Demonstration:
         is_installed = Path(sys.argv[0]).name == "hotsplit"
         console.prose("To try more of it at once; then see `--help`, and give it a model and traffic of your own:")
         console.out.print(f"  {program if is_installed else 'hotsplit'} run {folder} \\")
-        console.out.print('    --hot-gib 0.002 --dyn-steps 100 --max-new-tokens 400 \\')
+        console.out.print("    --hot-gib 0.002 --dyn-steps 100 --max-new-tokens 400 \\")
         console.out.print('    --prompt "def __init__(self"')
 
 

@@ -136,6 +136,8 @@ def recognise(document: Document) -> str:
     for name, dialect in DIALECTS.items():
         if dialect.recognises(document.content):
             return name
+    if document.content.get("format") == "hotsplit-plan":
+        raise HistogramError(document.what, got="a plan, not a histogram", do="use it as one: --plan FILE")
     known = "; ".join(f"{name} {dialect.form}" for name, dialect in DIALECTS.items())
     keys = ", ".join(list(document.content)[:5]) or "none"
     raise HistogramError(document.what, got=f"a form that is not known, with keys {keys}", wanted=f"one of: {known}")

@@ -174,6 +174,12 @@ def from_json(value: object, *, what: str) -> Plan:
         PlanError: A field is missing, unknown or wrong; the message names it.
     """
     reader = _Reader(what=what)
+    if (
+        isinstance(value, dict)
+        and value.get("format") != FORMAT
+        and value.keys() & {"phases", "layers", "train", "live"}
+    ):
+        raise PlanError(what, got="a histogram, not a plan", do="make one: hotsplit plan MODEL --counts FILE -o PLAN")
     content = reader.record(value, "the file", keys=_PLAN_KEYS)
     if (content["format"], type(content["version"]), content["version"]) != (FORMAT, int, VERSION):
         reader.refuse("format", f"{content['format']!r} {content['version']!r}", f"{FORMAT!r} version {VERSION}")

@@ -89,7 +89,8 @@ def _requests(path: Path, text: str, *, tokenizer: Any) -> Iterator[list[int]]:
         try:
             request = json.loads(line)
         except (ValueError, RecursionError) as error:  # not only JSONDecodeError: integers of thousands of digits
-            raise TraceError(f"data file {path}, line {number}", got=str(error), wanted="JSON", line=number) from error
+            got = f"{error}, in what begins {line.lstrip()[:40]!r}"
+            raise TraceError(f"data file {path}, line {number}", got=got, wanted="JSON", line=number) from error
         yield _request_ids(request, tokenizer=tokenizer, where=f"data file {path}, line {number}")
 
 
@@ -101,7 +102,7 @@ def _request_ids(request: Any, *, tokenizer: Any, where: str) -> list[int]:
         ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
         return ids
     if not (isinstance(request, dict) and isinstance(request.get("messages"), list)):
-        raise TraceError(where, got="neither", wanted='"text" (a string) or "messages" (a list)')
+        raise TraceError(where, got=json.dumps(request)[:80], wanted='"text" (a string) or "messages" (a list)')
     if not tokenizer.chat_template:
         raise TraceError(where, got="chat messages", wanted='"text", since this model has no chat template')
     try:

@@ -34,6 +34,7 @@ from hotsplit.plan.sizes import ExpertSizes
 
 FORMAT = "hotsplit-plan"
 VERSION = 1
+_KEYS_OF_HISTOGRAMS = {"phases", "layers", "train", "live"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,11 +175,7 @@ def from_json(value: object, *, what: str) -> Plan:
         PlanError: A field is missing, unknown or wrong; the message names it.
     """
     reader = _Reader(what=what)
-    if (
-        isinstance(value, dict)
-        and value.get("format") != FORMAT
-        and value.keys() & {"phases", "layers", "train", "live"}
-    ):
+    if isinstance(value, dict) and value.get("format") != FORMAT and value.keys() & _KEYS_OF_HISTOGRAMS:
         raise PlanError(what, got="a histogram, not a plan", do="make one: hotsplit plan MODEL --counts FILE -o PLAN")
     content = reader.record(value, "the file", keys=_PLAN_KEYS)
     if (content["format"], type(content["version"]), content["version"]) != (FORMAT, int, VERSION):
@@ -241,8 +238,7 @@ def _reweigh(plan: Plan, sizes: ExpertSizes) -> list[Notice]:
     rows_L, fixed_L = sizes.row_bytes.tolist(), sizes.fixed_bytes.tolist()
     if tuple(rows_L) == plan.row_bytes:
         return []
-    real = replace(plan, row_bytes=tuple(rows_L))
-    start = 0
+    real, start = replace(plan, row_bytes=tuple(rows_L)), 0
     for before, stage in zip(_stage_spares(plan), plan.stages, strict=True):
         part = range(start, start + len(stage.layers))
         spares = _spare_bytes(real, part) if before else 0

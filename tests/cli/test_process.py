@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -99,6 +100,30 @@ def test_the_installed_program_answers(tiny_moe):
     assert done.stderr.startswith("hotsplit: model folder ")
 
 
+def heed_signals():
+    """Whoever runs the tests may ignore signals (nohup, a job in the background), and children inherit that."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def started(*arguments):
+    """A command that runs on; whatever a test makes of it, it does not outlive the test."""
+    process = subprocess.Popen(
+        command(*arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        preexec_fn=heed_signals,  # noqa: PLW1509 - no other thread of the tests runs here
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
 @pytest.mark.transformers
 @pytest.mark.slow
 def test_an_interrupted_profile_leaves_the_users_files_as_they_were(tiny_moe, tmp_path):
@@ -106,9 +131,7 @@ def test_an_interrupted_profile_leaves_the_users_files_as_they_were(tiny_moe, tm
     histogram.write_text("mine")
     endless = ("--prompt-tokens", 64, "--decode-tokens", 900, "--max-prompts", 700, "--batch-size", 1)
     arguments = ("profile", tiny_moe, "--data", text_path("c"), *endless, "-o", histogram, "--trace", trace)
-    with subprocess.Popen(
-        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
-    ) as process:
+    with started(*arguments) as process:
         for line in process.stderr:
             if line.startswith("hotsplit is on"):
                 break
@@ -126,10 +149,7 @@ def test_an_interrupted_profile_leaves_the_users_files_as_they_were(tiny_moe, tm
 @pytest.mark.parametrize(("number", "times", "code"), [("SIGTERM", 1, 143), ("SIGTERM", 2, 143), ("SIGHUP", 1, 129)])
 def test_a_run_that_is_told_to_end_saves_what_it_learned(tiny_moe, tmp_path, number, times, code):
     arguments = ("run", tiny_moe, "--prompt", "x", "--max-new-tokens", 100_000, "--hot-gib", 0.002, "--dyn-steps", 5)
-    with subprocess.Popen(
-        command(*arguments, "--state-dir", tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment(),
-    ) as process:  # fmt: skip
+    with started(*arguments, "--state-dir", tmp_path) as process:
         for line in process.stderr:
             if line.startswith("hotsplit is on"):
                 break

@@ -168,6 +168,7 @@ def test_a_signal_that_somebody_ignores_stays_ignored(counts):
     code = """
 import signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from hotsplit.cli import main
 main.group.main = lambda **_: signal.raise_signal(signal.SIGTERM)
 main.main()

@@ -97,7 +97,7 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_in_one_line(tiny_moe, tmp_pa
 @pytest.mark.parametrize(
     ("content", "got"),
     [
-        ("", "Expecting value"),
+        ("", "got nothing; wanted JSON"),
         ("{", "Expecting property name"),
         ("[]", "got list; wanted a JSON object"),
         ("\xff", "bytes that are no UTF-8"),

@@ -10,7 +10,7 @@ from hotsplit.bank.live import Live, window_between
 from hotsplit.bank.route import Router
 from hotsplit.bank.rows import place
 from hotsplit.bank.swap import TickResult
-from hotsplit.errors import BankError
+from hotsplit.errors import BankError, SwapError
 from hotsplit.metrics import UpdateLine
 from hotsplit.plan.rebalance import RebalanceOptions, Rebalancer, Swap
 
@@ -311,3 +311,19 @@ def test_prefill_does_not_steer_once_there_is_decode():
         step(live, router, [[3]] * 50, [[0]] * 50, phase="prefill")
         live.tick()
     assert [] == swapper.asked
+
+
+def test_a_rebalance_that_fails_is_logged_and_counted_and_the_third_in_a_row_stops_the_run(caplog):
+    live, router = live_of(dyn_steps=1)
+    swapper = adapt(live, router)
+
+    def fail(*args, **kwargs):
+        raise SwapError("layer 0 has no spare row")
+
+    swapper.request = fail
+    for _ in range(3):
+        step(live, router, [[3]], [[0]])
+    assert 2 == live.update_failures
+    assert any("update 1 failed: layer 0 has no spare row" in message for message in caplog.messages)
+    with pytest.raises(BankError, match="3 updates in a row failed: got layer 0 has no spare row"):
+        live.tick()

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from hotsplit.bank.route import PHASES, Counters, Phase, Router
 from hotsplit.bank.swap import Swapper
-from hotsplit.errors import BankError
+from hotsplit.errors import BankError, HotsplitError
 from hotsplit.metrics import UpdateLine
 from hotsplit.plan import evaluate
 from hotsplit.plan.rebalance import Rebalancer
@@ -222,11 +222,18 @@ class Live:
         self._learned_upto = decode_LE.copy()
         if window.phase == "prefill" and self._router.counters.tokens["decode"]:
             return  # where there is decode, prefill does not speak
+        try:
+            self._ask(window, swapper=self._swapper, rebalancer=self._rebalancer)
+        except HotsplitError as error:
+            logger.error("update %d failed: %s", self.num_updates, error)
+            self._count_failure(str(error))
+
+    def _ask(self, window: Window, *, swapper: Swapper, rebalancer: Rebalancer) -> None:
         # The row map is the truth, also where an interrupt fell between a publish and our hearing of it.
-        self._rebalancer.follow(self._router.hot_mask())
-        busy = self._swapper.busy()
-        for swap in self._rebalancer.update(window.counts, tokens=window.tokens):
-            asked = swap.layer_id not in busy and self._swapper.request(
+        rebalancer.follow(self._router.hot_mask())
+        busy = swapper.busy()
+        for swap in rebalancer.update(window.counts, tokens=window.tokens):
+            asked = swap.layer_id not in busy and swapper.request(
                 swap.layer_id, expert_in=swap.expert_in, expert_out=swap.expert_out
             )
             self.swaps.refused += not asked

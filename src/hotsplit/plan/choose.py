@@ -55,8 +55,6 @@ class PlanChoice:
     """The plan."""
     prior: npt.NDArray[np.float64] | None
     """Counts that the live ones start from, [L, E]; None for uniform."""
-    learned: Histogram | None
-    """Learned counts that were found, for this run to carry on; None for none."""
     origin: str
     """One line for the log: what was used, with which weight."""
     notices: tuple[Notice, ...]
@@ -129,7 +127,7 @@ def choose_plan(sizes: ExpertSizes, *, request: PlanRequest) -> PlanChoice:
     notices += said
     is_believed = counts is not None and not {notice.name for notice in notices} & _UNBELIEVED
     prior = planning_counts(counts)[0].counts if counts is not None and is_believed else None
-    return PlanChoice(plan=plan, prior=prior, learned=learned, origin=origin, notices=tuple(notices))
+    return PlanChoice(plan=plan, prior=prior, origin=origin, notices=tuple(notices))
 
 
 def _given(request: PlanRequest, *, sizes: ExpertSizes) -> tuple[Plan, list[Notice]]:

@@ -304,3 +304,12 @@ def test_banks_that_cannot_be_built_leave_no_file_open(source):
     with pytest.raises(BankError, match="ended early"):
         Banks(source, hot=HOT, prior=None, options=BankOptions(top_k=1))
     assert before == len(os.listdir("/proc/self/fd"))
+
+
+def test_a_padding_mask_of_another_length_is_said_once_and_everything_counts(make, source, caplog):
+    banks = make()
+    for seed in range(2):
+        step(banks, source, seed=seed, num_tokens=5, is_padding=torch.tensor([True, False, False]))
+    banks.tick()
+    assert 10 == banks.router.counters.tokens["decode"]
+    assert ["the padding mask has 3 tokens and a layer routes 5: padding, if any, counts as traffic"] == caplog.messages

@@ -114,8 +114,7 @@ def test_a_missing_file_is_one_clear_error(tmp_path):
 
 
 def test_without_direct_reads_the_page_cache_serves_the_same_bytes(no_direct_reads, content, file, caplog):
-    caplog.set_level("INFO", logger="hotsplit")
-    reader = DirectReader([file])
+    reader = DirectReader([file, file])
     assert content[1:9000] == read(reader, 8999, offset=1)
     with pytest.raises(BankError, match="ended early"):
         read(reader, SIZE, offset=1)

@@ -95,6 +95,7 @@ class Banks:
         self._step = 0
         self._phase: Phase = "prefill"
         self._is_padding: torch.Tensor | None = None
+        self._has_warned = False
         self._swaps: CpuSwapBackend | None = None
         if options.dynamic:
             self._swaps = CpuSwapBackend(self.rows, router=self.router, files=source.files)
@@ -143,6 +144,7 @@ class Banks:
         """
         is_padding = self._is_padding
         if is_padding is not None and is_padding.numel() != topk_ids.shape[0]:
+            self._warn_of_padding(is_padding.numel(), topk_ids.shape[0])
             is_padding = None
         row_ids = self.router.route(layer_id, topk_ids, is_padding=is_padding, phase=self._phase, step=self._step)
         bank = _LayerView(self.rows, layer_id=layer_id)
@@ -154,6 +156,12 @@ class Banks:
             bank=bank,
             math=self._maths[layer_id],
         )
+
+    def _warn_of_padding(self, masked: int, routed: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            what = "the padding mask has %d tokens and a layer routes %d: padding, if any, counts as traffic"
+            logger.warning(what, masked, routed)
 
     def abandon_step(self) -> None:
         """Forget the step under way: it broke off, and half a step's counts would fit nothing."""

@@ -41,6 +41,10 @@ class DirectReader:
         except OSError as error:
             self.close()
             raise BankError(f"cannot open {path}", got=error.strerror, do="check the model folder") from error
+        buffered = [path for path, (_, direct) in zip(self._files, self._handles, strict=True) if not direct]
+        if buffered:
+            what = "%s: the file system has no direct reads; reading hot rows through the page cache instead"
+            logger.warning(what, buffered[0].parent)
 
     def read_into(self, target: memoryview, *, file: int, offset: int) -> None:
         """Fill `target` with the bytes that start at `offset`.
@@ -94,5 +98,4 @@ def _open(path: Path) -> tuple[int, bool]:
     except OSError as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
-    logger.info("%s: the file system has no direct reads; reading through the page cache instead", path)
     return os.open(path, os.O_RDONLY), False

@@ -45,8 +45,12 @@ def shared_data() -> Path:
     return folder
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, with the reason."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, and what was not asked for by name, with the reason."""
+    if "soak" not in config.option.markexpr:
+        for item in items:
+            if item.get_closest_marker("soak"):
+                item.add_marker(pytest.mark.skip(reason="takes many minutes: make soak"))
     for mark, module in _NEEDED.items():
         reason = "" if importlib.util.find_spec(module) else f"needs {module}"
         for item in items:

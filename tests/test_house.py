@@ -169,7 +169,7 @@ def test_the_hard_dependencies_are_few_and_known():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = {requirement.split(">")[0] for requirement in project["dependencies"]}
     assert {"numpy", "click", "rich", "safetensors", "platformdirs"} == names
-    assert {"transformers", "dev"} == set(project["optional-dependencies"])
+    assert {"transformers", "vllm", "dev"} == set(project["optional-dependencies"])
 
 
 def test_the_bundled_model_and_texts_are_there_with_their_notices():

@@ -290,7 +290,7 @@ def test_what_was_saved_is_not_told_again_and_earlier_counts_fade_by_the_updates
     adapt(live, router)
     step(live, router, [[3]], [[0]])
     live.tick()
-    live.learned_saved()
+    live.learned_saved(live.learned())
     assert (0, 0.0, 1.0) == (live.learned().tokens, live.learned().counts.sum(), live.learned().decay)
     for _ in range(3):
         step(live, router, [[3]], [[0]])

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from hotsplit.cli.main import group
 
-COMMANDS = ["demo", "plan", "profile", "rerank", "run", "show"]
+COMMANDS = ["demo", "plan", "profile", "rerank", "run", "serve", "show"]
 
 
 def help_of(*arguments):

@@ -134,6 +134,12 @@ def test_counts_that_the_planner_does_not_believe_are_nothing_to_start_from(tmp_
     assert None is choice.prior
 
 
+def test_one_stage_holds_the_whole_plan(counts):
+    choice = choose(counts=counts)
+    assert (choice.plan.hot, choice.plan.layers, 0) == (choice.part.hot, choice.part.layers, choice.part.stage)
+    assert SIZES.identity == choice.part.identity
+
+
 # The budget of a plan file.
 
 
@@ -208,7 +214,21 @@ def test_a_plan_needs_its_hot_rows_and_a_spare_one_where_swaps_can_happen(hot_ro
     assert rows * ROW + 14 == needed_bytes(plan, sizes=fixed, dynamic=dynamic)
 
 
+def test_a_budget_above_rows_and_fixed_bytes_together_is_the_plans_own(tmp_path):
+    sizes = sizes_of([ROW] * L, num_experts=E, fixed_bytes=7)
+    save_plan(made(sizes=sizes, budget=10**9), tmp_path / "all.json")
+    choice = choose(sizes, plan=tmp_path / "all.json", is_budget_given=True, budget_bytes=10**10)
+    assert [E, E] == choice.plan.hot_rows().tolist()
+
+
 # Files of another model.
+
+
+def test_under_a_forced_plan_of_other_layers_the_counts_are_still_this_models(tmp_path):
+    save_plan(made(sizes=sizes_of([ROW] * L, num_experts=E)), tmp_path / "plan.json")
+    moved = sizes_of([ROW] * L, num_experts=E, first_layer=3)
+    choice = choose(moved, plan=tmp_path / "plan.json", force=True)
+    assert ((0, 1), (3, 4)) == (choice.plan.layers, choice.part.layers)
 
 
 def test_a_plan_of_another_checkpoint_is_refused_by_the_field_and_forced_aloud(plan):

@@ -67,10 +67,14 @@ class Learned:
 
     counts: FloatArray
     """Faded counts, in routed pairs, [L, E], float64."""
+    window: npt.NDArray[np.int64]
+    """Those of them that no update has faded yet, [L, E], int64."""
     tokens: int
     """Decode tokens seen."""
     decay: float
     """What counts saved before keep, 0 to 1."""
+    num_updates: int
+    """Updates when this was told."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -163,23 +167,39 @@ class Live:
         The rebalancer's own counts are not that: where there was no decode they follow prefill.
         """
         counters = self._router.counters
-        decay = 1.0 if self._rebalancer is None else self._rebalancer.decay
+        window_LE = counters.counts["decode"] - self._learned_upto
         return Learned(
-            counts=self._learned_LE + (counters.counts["decode"] - self._learned_upto),
+            counts=self._learned_LE + window_LE,
+            window=window_LE,
             tokens=counters.tokens["decode"] - self._learned_tokens,
-            decay=decay ** (self.num_updates - self._learned_updates),
+            decay=self._decay ** (self.num_updates - self._learned_updates),
+            num_updates=self.num_updates,
         )
 
-    def learned_saved(self) -> None:
-        """What learned() told is kept: begin anew."""
-        counters = self._router.counters
-        self._learned_LE = np.zeros_like(self._learned_LE)
-        self._learned_upto, self._learned_tokens = counters.counts["decode"].copy(), counters.tokens["decode"]
-        self._learned_updates = self.num_updates
+    def learned_saved(self, learned: Learned) -> None:
+        """What learned() told is kept: begin anew with what has come since.
+
+        Args:
+            learned: As it was told; the model may have run on while it was written.
+        """
+        updates = self.num_updates - learned.num_updates
+        if updates:
+            faded_LE = self._decay * (learned.counts - learned.window) + learned.window
+            self._learned_LE = np.maximum(self._learned_LE - self._decay ** (updates - 1) * faded_LE, 0.0)
+        else:
+            self._learned_LE = np.zeros_like(self._learned_LE)
+            self._learned_upto = self._learned_upto + learned.window
+        self._learned_tokens += learned.tokens
+        self._learned_updates = learned.num_updates
 
     def window(self) -> Window:
         """What happened since the last update."""
         return window_between(self._baseline, self._router.counters)
+
+    @property
+    def _decay(self) -> float:
+        """What a count keeps at an update."""
+        return 1.0 if self._rebalancer is None else self._rebalancer.decay
 
     def _publish(self, swapper: Swapper) -> None:
         result = swapper.tick()

@@ -78,12 +78,22 @@ class Router:
         layers: Rows per layer as the banks were built, L of them.
         row_bytes: Bytes of one row per layer, [L].
         redirect_padding: Let padding touch no row of its own; off where its outputs must equal the stock engine's.
+        copies_ids: Keep copies of the ids until they are counted: for engines that use their buffers again.
     """
 
-    def __init__(self, layers: Sequence[LayerRows], *, row_bytes: Sequence[int], redirect_padding: bool = True) -> None:
-        self.row_map = torch.tensor([rows.row_map for rows in layers], dtype=torch.int64)
+    def __init__(
+        self,
+        layers: Sequence[LayerRows],
+        *,
+        row_bytes: Sequence[int],
+        redirect_padding: bool = True,
+        copies_ids: bool = False,
+    ) -> None:
+        self._maps = {dtype: _padded_maps(layers, dtype=dtype) for dtype in (torch.int64, torch.int32)}
+        num_layers, self._num_experts = len(layers), len(layers[0].row_map)
+        self.row_map = self._maps[torch.int64][:, : self._num_experts]
         """Row of every expert, [L, E], int64, at one address for ever: publishes write into it."""
-        num_layers, self._num_experts = self.row_map.shape
+        self._copies_ids = copies_ids
         self._first_cold_L = np.array([rows.first_cold for rows in layers], dtype=np.int64)
         self._row_bytes_L = np.array(row_bytes, dtype=np.int64)
         self._redirect_padding = redirect_padding
@@ -111,14 +121,43 @@ class Router:
         Returns:
             Row ids, [T, K], int64.
         """
-        self._stash.append((layer_id, topk_ids))
-        self._stash_context = (step, phase, is_padding)
+        self.stash(layer_id, topk_ids, is_padding=is_padding, phase=phase, step=step)
         return reference.route(
             topk_ids,
             row_map=self.row_map[layer_id],
             is_padding=is_padding,
             redirect_padding=self._redirect_padding,
         )
+
+    def remap(self, layer_id: int, topk_ids: torch.Tensor) -> torch.Tensor:
+        """The rows of ids that an engine vouches for, in one gather: for engines that count elsewhere, with stash().
+
+        Args:
+            layer_id: Ordinal among MoE layers.
+            topk_ids: Expert ids, [T, K], int32 or int64; -1 stays -1, ids of fixed rows are E, E + 1 and so on.
+
+        Returns:
+            Row ids, [T, K], of the dtype of topk_ids.
+
+        Raises:
+            IndexError: An id that is neither.
+        """
+        return self._maps[topk_ids.dtype][layer_id][topk_ids]
+
+    def stash(
+        self, layer_id: int, topk_ids: torch.Tensor, *, is_padding: torch.Tensor | None, phase: Phase, step: int
+    ) -> None:
+        """Keep one layer's ids until flush() counts them.
+
+        Args:
+            layer_id: Ordinal among MoE layers.
+            topk_ids: Expert ids, [T, K], integer.
+            is_padding: The engine's own padding mask, [T], bool; None for none.
+            phase: Of the whole step.
+            step: Engine step; all calls between two flushes carry the same.
+        """
+        self._stash.append((layer_id, topk_ids.clone() if self._copies_ids else topk_ids))
+        self._stash_context = (step, phase, is_padding)
 
     def discard(self) -> None:
         """Forget the calls since the last flush."""
@@ -132,7 +171,8 @@ class Router:
             expert: Expert id.
             row: Where it lies from now on.
         """
-        self.row_map[layer_id, expert] = row
+        for maps in self._maps.values():
+            maps[layer_id, expert] = row
 
     def hot_mask(self) -> npt.NDArray[np.bool_]:
         """Which experts are hot now, [L, E], bool."""
@@ -176,3 +216,9 @@ class Router:
         counts_LE = np.bincount(flat, minlength=num_layers * bins).reshape(num_layers, bins)[:, :-1]
         num_tokens = len(stash[0][1]) if kept is None else int(kept.sum())
         return counts_LE, num_tokens
+
+
+def _padded_maps(layers: Sequence[LayerRows], *, dtype: torch.dtype) -> torch.Tensor:
+    """Row maps as one gather needs them, [L, E + fixed + 1]: the last entry is where id -1 points, and stays -1."""
+    rows = [(*layer.row_map, *layer.fixed_rows, -1) for layer in layers]
+    return torch.tensor(rows, dtype=dtype)

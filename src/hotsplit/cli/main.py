@@ -24,6 +24,7 @@ _COMMANDS = {
     "profile": "Play sample traffic through a model and write its routing histogram.",
     "rerank": "Merge live counts into a reference histogram.",
     "run": "Generate text with hot and cold experts.",
+    "serve": "Start vLLM's server with hot and cold experts, checked first.",
     "show": "Show what a histogram, plan or trace file holds.",
 }
 

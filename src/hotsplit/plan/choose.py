@@ -4,6 +4,10 @@ The last step of plan: every engine calls it with plain values and gets a plan, 
 to be said aloud.
 
 Order of precedence: a plan file; else counts merged with learned ones; else learned alone; else uniform.
+
+Where an engine has several ranks each of them calls it with the same values and files, and gets the same plan of all
+pipeline stages; what concerns the rank itself is the `part` of its stage. Learned counts are those of all stages, since
+all of them are planned here (docs/decisions/0019).
 """
 
 from __future__ import annotations
@@ -14,16 +18,18 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from hotsplit.errors import BudgetError, HistogramError, PlanError, PlanMismatchError
+from hotsplit.errors import BudgetError, ConfigError, HistogramError, PlanError, PlanMismatchError
 from hotsplit.notices import Notice, enforce
+from hotsplit.plan.budget import stage_layers
 from hotsplit.plan.dialects import load_histogram
 from hotsplit.plan.evaluate import hit_rate
 from hotsplit.plan.histogram import Histogram, planning_counts, validate
-from hotsplit.plan.identity import require_same
-from hotsplit.plan.learned import choose_counts, load_learned
+from hotsplit.plan.identity import ModelIdentity, require_same
+from hotsplit.plan.learned import choose_counts, load_learned_stages
 from hotsplit.plan.planfile import Plan, load_plan, require_plan_for
 from hotsplit.plan.planner import PlanOptions, make_plan
 from hotsplit.plan.sizes import ExpertSizes, left_out
+from hotsplit.plan.stage import StagePlan, stage_of
 from hotsplit.units import gib
 
 
@@ -32,7 +38,7 @@ class PlanRequest:
     """What a user asked for."""
 
     budget_bytes: int
-    """Fast memory that hotsplit may take on this rank, everything counted."""
+    """Fast memory that hotsplit may take on each rank, everything counted: the same number on all of them."""
     is_budget_given: bool = False
     """Whether a user named it; a default gives way to the plan file's own budget."""
     plan: Path | None = None
@@ -44,7 +50,13 @@ class PlanRequest:
     force: bool = False
     """Use a plan or histogram of another model all the same."""
     options: PlanOptions = field(default_factory=PlanOptions)
-    """Objective, mode, strictness."""
+    """Objective, mode, strictness, number of pipeline stages."""
+    stage: int = 0
+    """Pipeline stage of this rank, below options.pp. The plan does not depend on it."""
+
+    def __post_init__(self) -> None:
+        if type(self.stage) is not int or not 0 <= self.stage < self.options.pp:
+            raise ConfigError("stage", got=repr(self.stage), wanted=f"an integer from 0 to {self.options.pp - 1}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,9 +64,11 @@ class PlanChoice:
     """What rules, and why."""
 
     plan: Plan
-    """The plan."""
+    """The plan, of all pipeline stages."""
+    part: StagePlan
+    """What of it this rank holds."""
     prior: npt.NDArray[np.float64] | None
-    """Counts that the live ones start from, [L, E]; None for uniform."""
+    """Counts that the live ones start from, [L, E] over all stages; None for uniform. `part.rows_of` has the rank's."""
     origin: str
     """One line for the log: what was used, with which weight."""
     notices: tuple[Notice, ...]
@@ -111,9 +125,9 @@ def choose_plan(sizes: ExpertSizes, *, request: PlanRequest) -> PlanChoice:
     reference, notices = read_counts(request.counts, sizes=sizes, force=request.force)
     enforce(notices, strict=request.options.strict, error=HistogramError)
     notices += left_out(sizes)
-    learned = None
+    learned, identities = None, _stage_identities(sizes, pp=request.options.pp)
     if request.state_dir is not None:
-        learned, said = load_learned(request.state_dir, sizes.identity, quantisation=sizes.quantisation)
+        learned, said = load_learned_stages(request.state_dir, identities, quantisation=sizes.quantisation)
         notices += said
     counts, origin, said = choose_counts(reference, learned, use_learned=request.state_dir is not None)
     notices += said
@@ -127,7 +141,9 @@ def choose_plan(sizes: ExpertSizes, *, request: PlanRequest) -> PlanChoice:
     notices += said
     is_believed = counts is not None and not {notice.name for notice in notices} & _UNBELIEVED
     prior = planning_counts(counts)[0].counts if counts is not None and is_believed else None
-    return PlanChoice(plan=plan, prior=prior, origin=origin, notices=tuple(notices))
+    # A plan that was forced names another model, but what is counted by it is counted on this one.
+    part = replace(stage_of(plan, request.stage), identity=identities[request.stage])
+    return PlanChoice(plan=plan, part=part, prior=prior, origin=origin, notices=tuple(notices))
 
 
 def _given(request: PlanRequest, *, sizes: ExpertSizes) -> tuple[Plan, list[Notice]]:
@@ -138,30 +154,55 @@ def _given(request: PlanRequest, *, sizes: ExpertSizes) -> tuple[Plan, list[Noti
     plan = load_plan(path)
     notices = require_plan_for(plan, sizes, force=request.force)
     what = f"plan {path}"
-    if len(plan.stages) > 1:
+    _require_stages(plan, sizes=sizes, pp=request.options.pp, what=what)
+    if request.options.dynamic:
+        _require_rows(plan, sizes=sizes, what=what)
+    for stage in range(len(plan.stages)):
+        where = what if len(plan.stages) == 1 else f"{what}, stage {stage}"
+        _require_budget(stage_of(plan, stage), request=request, sizes=sizes, what=where)
+    return plan, notices
+
+
+def _stage_identities(sizes: ExpertSizes, *, pp: int) -> list[ModelIdentity]:
+    """The model's identity with the layers of every pipeline stage."""
+    stages = stage_layers(sizes.identity.layers or (), num_decoder_layers=sizes.num_decoder_layers, pp=pp)
+    return [replace(sizes.identity, layers=layers) for layers in stages]
+
+
+def _require_stages(plan: Plan, *, sizes: ExpertSizes, pp: int, what: str) -> None:
+    """The stages are those of this run: force cannot help, since a rank would hold other layers than it plans."""
+    theirs = [len(stage.layers) for stage in plan.stages]
+    ours = [len(identity.layers or ()) for identity in _stage_identities(sizes, pp=pp)]
+    if theirs != ours:
+        is_size = plan.identity.pp != pp
+        differs = f"pp is {plan.identity.pp}, not {pp}" if is_size else f"MoE layers per stage are {theirs}, not {ours}"
         raise PlanMismatchError(
-            f"{what} was made for several pipeline stages",
-            got=f"pp is {plan.identity.pp}, not 1",
-            do="make one without --pp",
+            f"{what} was made for other pipeline stages",
+            got=differs,
+            do=f"make one with --pp {pp}" if pp > 1 else "make one without --pp",
+            differing=[differs],
         )
-    budget = plan.stages[0].budget_bytes
-    if request.is_budget_given and min(request.budget_bytes, sizes.expert_bytes) != budget:
+
+
+def _require_budget(part: StagePlan, *, request: PlanRequest, sizes: ExpertSizes, what: str) -> None:
+    """A stage keeps its own budget, and that is the one that was named."""
+    budget, dynamic = part.budget_bytes, request.options.dynamic
+    num_experts = sizes.identity.num_experts or 0
+    all_bytes = int((part.rows_of(sizes.row_bytes) * num_experts + part.rows_of(sizes.fixed_bytes)).sum())
+    if request.is_budget_given and min(request.budget_bytes, all_bytes) != budget:
         raise PlanError(
             what,
             got=f"a budget of {gib(budget)} in the plan and {gib(request.budget_bytes)} given",
             do="leave HOTSPLIT_HOT_GIB out, or make a plan for it",
         )
-    if request.options.dynamic:
-        _require_rows(plan, sizes=sizes, what=what)
-    needed = needed_bytes(plan, sizes=sizes, dynamic=request.options.dynamic)
+    needed = _needed(part, sizes=sizes, dynamic=dynamic)
     if needed > budget:
         raise BudgetError(
             what,
-            got=gib(needed) + (" with its spare rows" if request.options.dynamic else ""),
+            got=gib(needed) + (" with its spare rows" if dynamic else ""),
             wanted=f"at most {gib(budget)}",
             do="make the plan anew for this mode and model, or set HOTSPLIT_DYNAMIC=0",
         )
-    return plan, notices
 
 
 def _require_rows(plan: Plan, *, sizes: ExpertSizes, what: str) -> None:
@@ -190,14 +231,17 @@ def _scored(plan: Plan, counts: Histogram) -> Notice:
 
 
 def needed_bytes(plan: Plan, *, sizes: ExpertSizes, dynamic: bool) -> int:
-    """Fast memory that a plan takes with this model's real rows.
+    """Fast memory that a plan takes with this model's real rows, all stages together.
 
     Args:
         plan: Which experts are hot.
         sizes: What they weigh.
         dynamic: Whether layers that are neither wholly hot nor wholly cold get a spare row.
     """
-    hot_L = plan.hot_rows()
-    num_experts = sizes.identity.num_experts or 0
-    spare_L = ((hot_L > 0) & (hot_L < num_experts)) if dynamic else np.zeros(len(hot_L), dtype=bool)
-    return int(((hot_L + spare_L) * sizes.row_bytes).sum() + sizes.fixed_bytes.sum())
+    return sum(_needed(stage_of(plan, stage), sizes=sizes, dynamic=dynamic) for stage in range(len(plan.stages)))
+
+
+def _needed(part: StagePlan, *, sizes: ExpertSizes, dynamic: bool) -> int:
+    """The same of one stage."""
+    row_bytes, fixed = part.rows_of(sizes.row_bytes).tolist(), int(part.rows_of(sizes.fixed_bytes).sum())
+    return part.needed_bytes(dynamic=dynamic, row_bytes=row_bytes, fixed_bytes=fixed)

@@ -5,6 +5,9 @@ identity and pipeline stage, in the histogram form, under the user's state folde
 written under a lock, whole or not at all; a file that does not fit is skipped aloud, never guessed at and never fatal.
 Runs that go on at the same time add to one file: each save carries only what its run learned since its last save.
 
+A stage's file holds the stage's own layers, and its identity names those alone: it is written by ranks that count no
+others. A plan covers all stages, so at a start every rank reads the files of all of them and has the same counts.
+
     STATE_DIR/learned/qwen3_moe-1f0c3c1e5a7b9d02-stage0.json        the counts
     STATE_DIR/learned/qwen3_moe-1f0c3c1e5a7b9d02-stage0.json.lock   held while they are written
 
@@ -18,7 +21,7 @@ import fcntl
 import hashlib
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
@@ -32,6 +35,7 @@ from hotsplit.plan.dialects import Document, parse_ours
 from hotsplit.plan.histogram import (
     FORMAT,
     MAX_COUNT,
+    PHASES,
     Histogram,
     PhaseCounts,
     name_layers,
@@ -173,6 +177,66 @@ def load_learned(
     if unknown:
         notices.append(_skipped("identity-not-compared", f"{what}: {', '.join(unknown)} not known, not compared"))
     return histogram, notices + quantisation_notices(histogram.quantisation, quantisation, what=what)
+
+
+def load_learned_stages(
+    state_dir: Path, identities: Sequence[ModelIdentity], *, quantisation: str | None = None
+) -> tuple[Histogram | None, list[Notice]]:
+    """Take up what the ranks of all pipeline stages learned, as one histogram of the model.
+
+    It is of all stages or of none. A stage without counts would be ranked as if its traffic were uniform, while the
+    others' skew speaks for the whole; and every token passes all stages, so one that saw nothing saved nothing.
+
+    Args:
+        state_dir: HOTSPLIT_STATE_DIR.
+        identities: Of the stages, in order: the model's with the layers of each; a stage without layers has no file.
+        quantisation: Of the model at hand; another one is only a notice.
+
+    Returns:
+        The counts or None, and notices: why files were skipped.
+    """
+    stages = [(stage, identity) for stage, identity in enumerate(identities) if identity.layers]
+    notices, found = list[Notice](), list[Histogram]()
+    missing = list[int]()
+    for stage, identity in stages:
+        learned, said = load_learned(state_dir, identity, stage=stage, quantisation=quantisation)
+        notices += said
+        if learned is None:
+            missing.append(stage)
+        else:
+            found.append(learned)
+    if not missing:
+        return join_stages(found), notices
+    if found:
+        listed = ", ".join(map(str, missing))
+        text = f"learned counts are used of all {len(stages)} pipeline stages or of none: stage {listed} has none"
+        notices.append(_skipped("learned-skipped", text))
+    return None, notices
+
+
+def join_stages(parts: Sequence[Histogram]) -> Histogram:
+    """One histogram of the layers that the stages of one model counted.
+
+    Args:
+        parts: Counts per stage, at least one, in the order of their layers.
+
+    Returns:
+        Counts of the phases in which every stage has some, with the tokens of the stage that saw the fewest.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    parts = [_with_tokens(part) for part in parts]
+    names = [name for name in PHASES if all(name in part.phases and part.phases[name].counts.any() for part in parts)]
+    phases = {}
+    for name in names:
+        counted = [part.phases[name] for part in parts]
+        tokens = [one.tokens for one in counted if one.tokens is not None]
+        phases[name] = PhaseCounts(
+            counts=np.concatenate([one.counts for one in counted]),
+            tokens=min(tokens) if len(tokens) == len(parts) else None,
+        )
+    layers = tuple(layer for part in parts for layer in part.layers)
+    return replace(parts[0], identity=replace(parts[0].identity, layers=layers), phases=phases)
 
 
 def choose_counts(

@@ -39,6 +39,22 @@ def route(
     rows_TK = torch.where(is_expert_TK, row_map[safe_TK], topk_ids.to(row_map.dtype))
     if is_padding is None or not redirect_padding or not bool(is_padding.any()):
         return rows_TK
+    return redirect(rows_TK, is_padding=is_padding)
+
+
+def redirect(row_ids: torch.Tensor, *, is_padding: torch.Tensor) -> torch.Tensor:
+    """Send padding to a real token's rows, or to row 0 where no token is real, so that it touches no row of its own.
+
+    Args:
+        row_ids: Rows of all tokens, [T, K], integer.
+        is_padding: Tokens that nobody asked for, [T], bool.
+
+    Returns:
+        Row ids, [T, K], of the same dtype.
+
+    >>> redirect(torch.tensor([[3, 4], [1, 2]]), is_padding=torch.tensor([True, False])).tolist()
+    [[1, 2], [1, 2]]
+    """
     real = (~is_padding).nonzero()
-    stand_in_K = rows_TK[real[0, 0]] if real.numel() else torch.zeros_like(rows_TK[0])
-    return torch.where(is_padding[:, None], stand_in_K, rows_TK)
+    stand_in_K = row_ids[real[0, 0]] if real.numel() else torch.zeros_like(row_ids[0])
+    return torch.where(is_padding[:, None], stand_in_K, row_ids)

@@ -16,6 +16,7 @@ import torch
 
 from hotsplit.bank.banks import BankOptions, Banks
 from hotsplit.bank.build import Progress
+from hotsplit.bank.runs import new_run_dir
 from hotsplit.config import HotsplitConfig, variable_name
 from hotsplit.engines.transformers import hooks
 from hotsplit.engines.transformers.engine import Engine, EngineOptions
@@ -25,7 +26,6 @@ from hotsplit.engines.transformers.leave_out import MODEL_LOCK, experts_left_out
 from hotsplit.engines.transformers.mathematics import Precision, expert_math, preparer, prove
 from hotsplit.engines.transformers.opening import Opened, one_line, open_model, trusted
 from hotsplit.engines.transformers.resolve import model_class, model_folder
-from hotsplit.engines.transformers.runs import new_run_dir
 from hotsplit.engines.transformers.steps import Steps, drive
 from hotsplit.errors import UnsupportedEngineError
 from hotsplit.host.budget import default_hot_bytes, require_memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hotsplit.engines.transformers.runs import KEPT_RUNS, new_run_dir
+from hotsplit.bank.runs import KEPT_RUNS, new_run_dir
 
 
 def make_runs(folder, number, *, pid=2**22 + 1, content=("rank0.json",)):

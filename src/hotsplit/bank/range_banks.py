@@ -1,0 +1,158 @@
+"""The handle of an engine that keeps its own kernels: rows in stitched ranges, routes, swaps and the live loop.
+
+    banks = RangeBanks(rows, ...)              once, when every row lies where the plan wants it
+    banks.tick()                               between two steps, on the thread that launches them
+    with banks.step("decode"):                 around a step
+        banks.route(layer_id, topk_ids, ...)   in every MoE layer
+    banks.close()                              when the model goes
+
+Outside of a step (warm-up, profiling, graph capture) routes are remapped and never counted.
+
+Shapes: L MoE layers, E experts, T tokens, K top-k.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hotsplit.bank.kernels.reference import redirect
+from hotsplit.bank.live import Live
+from hotsplit.bank.range_rows import RangeRows
+from hotsplit.bank.range_swaps import RangeSwapBackend
+from hotsplit.bank.route import Phase, Router
+from hotsplit.bank.rows import LayerRows
+from hotsplit.bank.swap import Swapper
+from hotsplit.plan.rebalance import RebalanceOptions, Rebalancer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RangeBankOptions:
+    """How the banks behave while the model runs."""
+
+    top_k: int
+    """Experts per token."""
+    dynamic: bool = True
+    """Whether hot experts follow the traffic."""
+    dyn_steps: int = 2000
+    """Steps between updates."""
+    rebalance: RebalanceOptions = field(default_factory=RebalanceOptions)
+    """Margin, swaps per layer, half-life."""
+    rank: int = 0
+    """Of the worker, for the update line."""
+    copies_ids: bool = False
+    """Keep copies of the routed ids until they are counted: compiled code uses its buffers again."""
+
+
+class RangeBanks:
+    """Routes, swaps and live loop over rows that lie in place already.
+
+    Args:
+        rows: The memory, every row loaded and registered.
+        layers: Row numbers per layer, exclusive, L of them.
+        prior: Counts that the plan was made from, [L, E]; None where there were none.
+        options: Behaviour.
+    """
+
+    def __init__(
+        self,
+        rows: RangeRows,
+        *,
+        layers: Sequence[LayerRows],
+        prior: npt.NDArray[np.float64] | None,
+        options: RangeBankOptions,
+    ) -> None:
+        self.rows = rows
+        """Memory behind the rows."""
+        row_bytes = [rows.row_bytes(layer_id) for layer_id in range(len(layers))]
+        self.router = Router(layers, row_bytes=row_bytes, copies_ids=options.copies_ids)
+        """Row maps and counters."""
+        self.live = Live(
+            self.router, plan_shares=prior, row_bytes=row_bytes, dyn_steps=options.dyn_steps, rank=options.rank
+        )
+        """The loop that corrects the plan."""
+        self.swapper: Swapper | None = None
+        """Moves rows; None in static mode."""
+        self.lock = threading.Lock()
+        """Held while counters or row maps change: readers of other threads take it."""
+        self._swaps: RangeSwapBackend | None = None
+        self._step = 0
+        self._phase: Phase = "prefill"
+        self._is_stepping = False
+        self._padding_of: torch.Tensor | None = None
+        self._is_padding: torch.Tensor | None = None
+        if options.dynamic:
+            self._swaps = RangeSwapBackend(rows, router=self.router)
+            self.swapper = Swapper(self._swaps, layouts=layers)
+            rebalancer = Rebalancer(
+                hot=self.router.hot_mask(), prior=prior, top_k=options.top_k, options=options.rebalance
+            )
+            self.live.adapt(self.swapper, rebalancer=rebalancer)
+
+    def tick(self) -> None:
+        """Before a step: publish what is copied, update when it is time.
+
+        Raises:
+            BankError: The third update in a row failed.
+        """
+        with self.lock:
+            self.live.tick()
+
+    @contextlib.contextmanager
+    def step(self, phase: Phase) -> Iterator[None]:
+        """Around one step: what it routes is counted when it has run, and not at all when it breaks off.
+
+        Args:
+            phase: Of the whole step.
+        """
+        self._step += 1
+        self._phase, self._is_stepping = phase, True
+        try:
+            yield
+        except BaseException:
+            self.router.discard()
+            raise
+        finally:
+            self._is_stepping = False
+            self._padding_of = self._is_padding = None
+        with self.lock:
+            self.router.flush()
+
+    def route(self, layer_id: int, topk_ids: torch.Tensor, *, is_padding: torch.Tensor | None) -> torch.Tensor:
+        """Count one layer's pairs and say in which rows they lie.
+
+        Args:
+            layer_id: Ordinal among MoE layers.
+            topk_ids: Expert ids, [T, K], int32 or int64; -1 is a sentinel.
+            is_padding: The engine's own mask, at least [T], bool, one for all layers of a step; None for none.
+
+        Returns:
+            Row ids, [T, K], of the dtype of topk_ids.
+        """
+        masked = self._mask(is_padding, num_tokens=topk_ids.shape[0])
+        if self._is_stepping:
+            self.router.stash(layer_id, topk_ids, is_padding=masked, phase=self._phase, step=self._step)
+        row_ids = self.router.remap(layer_id, topk_ids)
+        return row_ids if masked is None else redirect(row_ids, is_padding=masked)
+
+    def close(self) -> None:
+        """Stop the copies and let the memory go; twice is harmless."""
+        if self._swaps is not None:
+            self._swaps.close()
+            self._swaps = None
+        self.rows.close()
+
+    def _mask(self, is_padding: torch.Tensor | None, *, num_tokens: int) -> torch.Tensor | None:
+        """The mask of these tokens; None where nothing is padding, found out once per step and not in every layer."""
+        if is_padding is None:
+            return None
+        if not self._is_stepping or is_padding is not self._padding_of:
+            self._padding_of = is_padding
+            self._is_padding = is_padding[:num_tokens] if bool(is_padding[:num_tokens].any()) else None
+        return self._is_padding

@@ -1,0 +1,336 @@
+"""The rows of all layers in stitched address ranges: which tensors a row is made of, and how a row moves.
+
+    allocate   before loading: a tensor [R, ...], its hot rows in fast memory, its cold rows in slow memory
+    replace    after post-processing that changed the size of a row
+    register   once every tensor is final: all that moves when a row moves, ranges and small plain tensors alike
+    permute    where a loader wrote experts in the order of their ids, into rows 0..E-1
+    copy_row   a swap's copies; exchange for two rows without a spare one
+
+Placement is exclusive (rows.py). The memory itself is ranges.py's; nothing here knows what it is made of.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from hotsplit.bank.rows import place
+    >>> layers = [place((1, 3), num_experts=4, spare=True, inclusive=False)]
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> file = BankFile(Path(folder.name))
+    >>> rows = RangeRows(layers, file=file)
+    >>> weight = rows.allocate(0, shape=(5, 64), dtype=torch.uint8)
+    >>> weight[:4] = torch.arange(4, dtype=torch.uint8)[:, None]  # a loader that knows of no row map
+    >>> rows.register(0, [weight])
+    >>> rows.permute(0, rows=layers[0].row_map, free_row=layers[0].spare_row)
+    >>> layers[0].row_map, weight[list(layers[0].row_map), 0].tolist()
+    ((3, 0, 4, 1), [0, 1, 2, 3])
+    >>> rows.close()
+    >>> file.close()
+    >>> folder.cleanup()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from hotsplit.bank.ranges import ALIGNMENT, BankFile, StitchedRange, can_stitch
+from hotsplit.bank.rows import LayerRows
+from hotsplit.errors import BankError
+
+_OUTSIDE = -1
+"""In place of a row number: the temporary that is no row."""
+
+
+class RangeRows:
+    """The rows of one rank. Not for two threads at once, but for copies of rows that the other does not touch.
+
+    Args:
+        layers: Row numbers per layer, exclusive, L of them.
+        file: Keeps the cold rows; stays the caller's to close, after this.
+        huge_pages: Ask for huge pages in fast memory.
+    """
+
+    def __init__(self, layers: Sequence[LayerRows], *, file: BankFile, huge_pages: bool = True) -> None:
+        self._layers = tuple(layers)
+        self._file, self._huge_pages = file, huge_pages
+        self._ranges: dict[int, tuple[int, StitchedRange]] = {}  # address -> layer_id, range
+        self._tensors: dict[int, tuple[torch.Tensor, ...]] = {}  # layer_id -> registered, each [R, row bytes] uint8
+        self._is_closed = False
+
+    @property
+    def ranges(self) -> tuple[StitchedRange, ...]:
+        """All that are open, in the order they were made."""
+        return tuple(one for _, one in self._ranges.values())
+
+    @property
+    def hot_bytes(self) -> int:
+        """Bytes of fast memory taken: the ranges' hot rows, in whole pages, and registered tensors outside of them."""
+        plain = [one for tensors in self._tensors.values() for one in tensors if not self.owns(one)]
+        return sum(one.fast_bytes for one in self.ranges) + sum(one.nbytes for one in plain)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of slow memory taken: the ranges' cold rows, in whole pages."""
+        return sum(one.slow_bytes for one in self.ranges)
+
+    def allocate(self, layer_id: int, *, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Make a tensor whose rows lie where the layer's row numbers say.
+
+        Args:
+            layer_id: Ordinal among MoE layers.
+            shape: [R, ...].
+            dtype: Of its elements.
+
+        Returns:
+            The tensor, its bytes anything, as torch.empty's. It must not be touched after close().
+
+        Raises:
+            BankError: The shape is not of R rows, each a multiple of 64 bytes, or memory or disk do not suffice.
+        """
+        self._require_shape(layer_id, shape, dtype=dtype)
+        made = StitchedRange(
+            shape=tuple(shape),
+            dtype=dtype,
+            num_fast=self._layers[layer_id].first_cold,
+            file=self._file,
+            huge_pages=self._huge_pages,
+        )
+        self._ranges[made.address] = (layer_id, made)
+        return made.tensor
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor starts where one of the ranges does.
+
+        Args:
+            tensor: Any.
+        """
+        return tensor.data_ptr() in self._ranges
+
+    def replace(
+        self, layer_id: int, tensor: torch.Tensor, *, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Give a tensor's memory up, then make another one; what was registered of the layer is forgotten.
+
+        Args:
+            layer_id: Ordinal among MoE layers.
+            tensor: From allocate(), for this layer; must not be touched any more.
+            shape: Of the new one, [R, ...].
+            dtype: Of the new one's elements.
+
+        Returns:
+            The new tensor, its bytes anything.
+
+        Raises:
+            BankError: The tensor is not this layer's, or as allocate() does.
+        """
+        self._range_of(layer_id, tensor)
+        self._require_shape(layer_id, shape, dtype=dtype)
+        self.release(layer_id, tensor)
+        return self.allocate(layer_id, shape=shape, dtype=dtype)
+
+    def release(self, layer_id: int, tensor: torch.Tensor) -> None:
+        """Give a tensor's memory up; what was registered of the layer is forgotten.
+
+        Args:
+            layer_id: Ordinal among MoE layers.
+            tensor: From allocate(), for this layer; must not be touched any more.
+
+        Raises:
+            BankError: The tensor is not this layer's.
+        """
+        old = self._range_of(layer_id, tensor)
+        self._tensors.pop(layer_id, None)
+        del self._ranges[old.address]
+        old.close()
+
+    def register(self, layer_id: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Say what a row of the layer is made of: these tensors instead of any that were registered before.
+
+        Args:
+            layer_id: Ordinal among MoE layers.
+            tensors: Every tensor [R, ...] that moves with a row, each row contiguous; one given twice counts once, an
+                empty one not at all.
+
+        Raises:
+            BankError: A tensor has not R rows that lie one behind the other in memory, or shares bytes with another.
+        """
+        num_rows = self._layer(layer_id).num_rows
+        views = [_row_bytes_view(tensor, layer_id=layer_id, num_rows=num_rows) for tensor in tensors if tensor.numel()]
+        distinct = {(view.data_ptr(), view.nbytes): view for view in views}
+        end = 0
+        for (start, num_bytes), view in sorted(distinct.items(), key=lambda item: item[0]):
+            if start < end:
+                raise _wrong_tensor(view, layer_id=layer_id, wanted="tensors that share no bytes: a row moves once")
+            end = start + num_bytes
+        self._tensors[layer_id] = tuple(distinct.values())
+
+    def row_bytes(self, layer_id: int) -> int:
+        """Bytes of one row, all registered tensors together.
+
+        Args:
+            layer_id: Ordinal among MoE layers.
+
+        Raises:
+            BankError: Nothing is registered.
+        """
+        return sum(tensor.shape[1] for tensor in self._registered(layer_id))
+
+    def copy_row(self, layer_id: int, *, source_row: int, target_row: int) -> int:
+        """Copy one row, all of its tensors.
+
+        Args:
+            layer_id: Ordinal among MoE layers.
+            source_row: Where it lies.
+            target_row: Where it shall lie as well.
+
+        Returns:
+            Bytes copied.
+
+        Raises:
+            BankError: No such row, or nothing is registered.
+        """
+        self._require_rows(layer_id, (source_row, target_row))
+        self._move(layer_id, [(source_row, target_row)])
+        return self.row_bytes(layer_id)
+
+    def exchange(self, layer_id: int, a: int, b: int) -> None:
+        """Let two rows change places; no spare row is needed.
+
+        Args:
+            layer_id: Ordinal among MoE layers.
+            a: One row.
+            b: The other.
+
+        Raises:
+            BankError: No such row, or nothing is registered.
+        """
+        self._require_rows(layer_id, (a, b))
+        self._move(layer_id, [(a, _OUTSIDE), (b, a), (_OUTSIDE, b)])
+
+    def permute(self, layer_id: int, *, rows: Sequence[int], free_row: int | None) -> None:
+        """Bring the first rows where they belong, each moved once, without a second copy of the layer.
+
+        Args:
+            layer_id: Ordinal among MoE layers.
+            rows: Row where what lies in row i now shall lie, for i from 0; a row map, where experts lie in the order
+                of their ids. Rows that are named neither way keep their bytes.
+            free_row: A row that nothing shall lie in, to move through; None for a temporary of one row.
+
+        Raises:
+            BankError: A row is named twice or does not exist, something shall lie in `free_row`, or nothing is
+                registered; nothing has moved then.
+        """
+        self._require_rows(layer_id, rows if free_row is None else (*rows, free_row))
+        if len(set(rows)) < len(rows) or free_row in rows:
+            wanted = "different rows, and none of them the free one"
+            raise BankError(f"layer_id {layer_id}", got=f"rows {list(rows)}, free row {free_row}", wanted=wanted)
+        self._move(layer_id, list(_moves(rows, through=_OUTSIDE if free_row is None else free_row)))
+
+    def evict(self) -> None:
+        """Write all cold rows to the disk and let their pages go; the next read fetches them again.
+
+        Raises:
+            BankError: The disk failed.
+        """
+        for one in self.ranges:
+            one.evict()
+
+    def close(self) -> None:
+        """Give all memory back; no tensor from here may be touched any more. Twice is harmless.
+
+        Raises:
+            BankError: A range cannot be unmapped; the others are.
+        """
+        self._is_closed = True
+        self._tensors.clear()
+        with contextlib.ExitStack() as stack:
+            while self._ranges:
+                stack.callback(self._ranges.popitem()[1][1].close)
+
+    def _range_of(self, layer_id: int, tensor: torch.Tensor) -> StitchedRange:
+        owner, found = self._ranges.get(tensor.data_ptr(), (None, None))
+        if found is None or owner != layer_id:
+            raise BankError(f"layer_id {layer_id}", got="another tensor", wanted="one that was allocated for it")
+        return found
+
+    def _layer(self, layer_id: int) -> LayerRows:
+        if self._is_closed:
+            raise BankError("the banks are closed", do="load the model again")
+        if not 0 <= layer_id < len(self._layers):
+            raise BankError("layer_id of a row", got=str(layer_id), wanted=f"0..{len(self._layers) - 1}")
+        return self._layers[layer_id]
+
+    def _registered(self, layer_id: int) -> tuple[torch.Tensor, ...]:
+        tensors = self._tensors.get(layer_id)
+        if tensors is None:
+            raise BankError(f"layer_id {layer_id}", got="no registered tensors", wanted="register() before rows move")
+        return tensors
+
+    def _require_shape(self, layer_id: int, shape: tuple[int, ...], *, dtype: torch.dtype) -> None:
+        num_rows = self._layer(layer_id).num_rows
+        if not can_stitch(shape, dtype=dtype) or shape[0] != num_rows:
+            got = f"a tensor {tuple(shape)} of {dtype}"
+            wanted = f"{num_rows} rows, each a multiple of {ALIGNMENT} bytes"
+            raise BankError(f"layer_id {layer_id}", got=got, wanted=wanted, layer_id=layer_id)
+
+    def _require_rows(self, layer_id: int, rows: Sequence[int]) -> None:
+        num_rows = self._layer(layer_id).num_rows
+        for row in rows:
+            if not 0 <= row < num_rows:
+                raise BankError(f"layer_id {layer_id}", got=f"row {row}", wanted=f"0..{num_rows - 1}")
+
+    def _move(self, layer_id: int, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy rows, (source, target) one after the other, tensor by tensor."""
+        for tensor in self._registered(layer_id):
+            _move_rows(tensor, moves=moves)
+
+
+def _move_rows(tensor: torch.Tensor, *, moves: Sequence[tuple[int, int]]) -> None:
+    """Copy rows of one [R, row bytes] tensor.
+
+    NOTE: by address, not with Tensor.copy_. It too lets other threads run meanwhile, but minds no inference mode and no
+    autograd, in which engines make their tensors, and wakes no pool of compute threads for the sake of a side thread.
+    """
+    base, size = tensor.data_ptr(), tensor.shape[1]
+    outside = torch.empty(size if any(_OUTSIDE in move for move in moves) else 0, dtype=torch.uint8, device="cpu")
+    for source, target in moves:
+        addresses = [outside.data_ptr() if row == _OUTSIDE else base + row * size for row in (target, source)]
+        ctypes.memmove(addresses[0], addresses[1], size)
+
+
+def _moves(rows: Sequence[int], *, through: int) -> Iterator[tuple[int, int]]:
+    """Copies (source, target) that bring row i to rows[i], in an order that overwrites nothing still needed.
+
+    First the chains, from the end that nothing leaves; what remains are cycles, opened by one copy to `through`. A row
+    that nothing shall lie in is the start of a chain, so it is free for `through` by then.
+    """
+    source_of = {target: source for source, target in enumerate(rows) if source != target}
+    for end in [target for target in rows if target >= len(rows)]:
+        target = end
+        while target in source_of:
+            source = source_of.pop(target)
+            yield source, target
+            target = source
+    while source_of:
+        first = next(iter(source_of))
+        yield first, through
+        target = first
+        while (source := source_of.pop(target)) != first:
+            yield source, target
+            target = source
+        yield through, target
+
+
+def _row_bytes_view(tensor: torch.Tensor, *, layer_id: int, num_rows: int) -> torch.Tensor:
+    """A view of the tensor as [R, row bytes], uint8."""
+    is_whole = tensor.device.type == "cpu" and tensor.is_contiguous()
+    if not is_whole or not tensor.dim() or tensor.shape[0] != num_rows:
+        wanted = f"{num_rows} rows that lie one behind the other in memory"
+        raise _wrong_tensor(tensor, layer_id=layer_id, wanted=wanted)
+    return tensor.data.view(num_rows, -1).view(torch.uint8)
+
+
+def _wrong_tensor(tensor: torch.Tensor, *, layer_id: int, wanted: str) -> BankError:
+    got = f"a tensor {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+    return BankError(f"layer_id {layer_id}", got=got, wanted=wanted, layer_id=layer_id)

@@ -1,0 +1,170 @@
+"""What a run tells and what it keeps: metrics, histograms, learned counts.
+
+`counters + live loop -> record -> snapshot files, learned counts`. Every engine holds one per rank. A disk that is full
+or read-only must not stop a run that computes: it is said, and the run goes on.
+
+Shapes: L MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hotsplit.bank.live import Live
+from hotsplit.bank.route import PHASES, Router
+from hotsplit.errors import HotsplitError
+from hotsplit.metrics import MetricsSnapshot, write_snapshot
+from hotsplit.plan.histogram import Histogram, PhaseCounts
+from hotsplit.plan.learned import add_learned
+from hotsplit.plan.sizes import ExpertSizes
+from hotsplit.version import __version__
+
+logger = logging.getLogger(__name__)
+
+SAVE_EVERY_S = 300.0
+"""Seconds between two saves of the learned counts; they are always saved at the end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """What does not change while a run goes on."""
+
+    sizes: ExpertSizes
+    """What the experts of this rank's layers weigh."""
+    plan_hash: str
+    """Of the plan that the run started from."""
+    budget_bytes: int
+    """The budget, as the plan has it."""
+    hot_bytes: int
+    """Fast memory that hotsplit has taken."""
+    dynamic: bool
+    """Whether hot experts follow the traffic."""
+    backend: str
+    """What holds the rows: "cpu-pointers", "cpu-twin"."""
+    learn_into: Path | None
+    """State directory for learned counts; None to save none."""
+    run_dir: Path | None
+    """Folder for metric snapshots; None to write none."""
+    rank: int = 0
+    """Of the worker."""
+    stage: int = 0
+    """Pipeline stage."""
+
+
+class Record:
+    """Tells and keeps what one rank has counted.
+
+    Args:
+        router: Counters.
+        live: Live loop.
+        facts: The rest.
+    """
+
+    def __init__(self, router: Router, *, live: Live, facts: RunFacts) -> None:
+        self._router, self._live, self.facts = router, live, facts
+        self._saved_at = time.monotonic()
+
+    @property
+    def is_save_due(self) -> bool:
+        """Whether the last save is SAVE_EVERY_S ago."""
+        return time.monotonic() - self._saved_at >= SAVE_EVERY_S
+
+    def histogram(self) -> Histogram:
+        """Everything counted so far, decode and prefill apart."""
+        counters = self._router.counters
+        phases: dict[str, PhaseCounts] = {
+            phase: PhaseCounts(counts=counters.counts[phase].astype(np.float64), tokens=counters.tokens[phase])
+            for phase in PHASES
+            if counters.tokens[phase]
+        }
+        return self._as_histogram(phases)
+
+    def snapshot(self) -> MetricsSnapshot:
+        """All metrics as they stand."""
+        live, counters, facts = self._live, self._router.counters, self.facts
+        last = live.last.line if live.last else None
+        layers = facts.sizes.identity.layers or ()
+        return MetricsSnapshot(
+            rank=facts.rank,
+            tokens={phase: counters.tokens[phase] for phase in PHASES},
+            pairs={phase: int(counters.counts[phase].sum()) for phase in PHASES},
+            hit_pairs={phase: counters.hits[phase] for phase in PHASES},
+            touched_hot_bytes=sum(counters.touched_hot_bytes.values()),
+            touched_cold_bytes=sum(counters.touched_cold_bytes.values()),
+            steps=counters.steps,
+            swaps_done=live.swaps.done,
+            swaps_refused=live.swaps.refused,
+            swaps_failed=live.swaps.failed,
+            swap_bytes=live.swaps.moved_bytes,
+            update_failures=live.update_failures,
+            hot_bytes=facts.hot_bytes,
+            host_bytes=int((facts.sizes.row_bytes * (~self._router.hot_mask()).sum(axis=1)).sum()),
+            budget_bytes=facts.budget_bytes,
+            hit_ratio_window=last.hit if last else None,
+            byte_hit_ratio_window=last.byte_hit if last else None,
+            oracle_ratio_window=last.oracle if last else None,
+            drift_ratio=last.drift if last else None,
+            update_seconds=last.cost_ms / 1e3 if last else None,
+            version=__version__,
+            plan_hash=facts.plan_hash,
+            mode="dynamic" if facts.dynamic else "static",
+            backend=facts.backend,
+            counts={
+                phase: {layer: counters.counts[phase][i].tolist() for i, layer in enumerate(layers)} for phase in PHASES
+            },
+        )
+
+    def save(self, lock: contextlib.AbstractContextManager[object] | None = None) -> None:
+        """Write the snapshot and add to the learned counts what was learned since the last save.
+
+        Args:
+            lock: Held while counters are read, and not while a disk is waited for; None where nobody else runs.
+        """
+        self._saved_at = time.monotonic()
+        lock = lock or contextlib.nullcontext()
+        with lock:
+            snapshot, learned, into = self.snapshot(), self._live.learned(), self.facts.learn_into
+        self.write(snapshot)
+        if into is None or not learned.tokens:
+            return
+        counted = {"decode": PhaseCounts(counts=learned.counts, tokens=learned.tokens)}
+        now = self._as_histogram(counted, normalised=True)
+        try:
+            path = add_learned(now, into, decay=learned.decay, stage=self.facts.stage)
+        except HotsplitError as error:
+            logger.warning("learned counts are not saved: %s", error)
+            return
+        with lock:
+            self._live.learned_saved(learned)
+        logger.info("learned counts saved to %s", path)
+
+    def write(self, snapshot: MetricsSnapshot) -> None:
+        """Write a snapshot into the run's folder, if there is one.
+
+        Args:
+            snapshot: From snapshot().
+        """
+        if self.facts.run_dir is None:
+            return
+        try:
+            write_snapshot(snapshot, self.facts.run_dir)
+        except HotsplitError as error:
+            logger.warning("metrics are not written: %s", error)
+
+    def _as_histogram(self, phases: Mapping[str, PhaseCounts], *, normalised: bool = False) -> Histogram:
+        sizes = self.facts.sizes
+        return Histogram(
+            identity=sizes.identity,
+            phases=phases,
+            normalised=normalised,
+            name=sizes.name,
+            quantisation=sizes.quantisation,
+            source={"made_by": f"hotsplit {__version__}"},
+        )

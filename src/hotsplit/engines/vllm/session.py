@@ -1,0 +1,372 @@
+"""One worker's hotsplit, from the plan to the last saved count.
+
+    load_model       prepare: settings -> headers -> budget -> plan -> ranges
+      every layer    claim: which rows it gets
+    loaded           start: banks over the rows, verified where they really lie
+    execute_model    step: tick, count
+    shutdown         close: save what was learned
+
+There is one session per process, since vLLM has one worker per process; the layers find it here.
+
+Shapes: L MoE layers of this rank, E experts, R rows.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from hotsplit.bank.range_banks import RangeBankOptions, RangeBanks
+from hotsplit.bank.range_rows import RangeRows
+from hotsplit.bank.ranges import BankFile
+from hotsplit.bank.record import Record, RunFacts
+from hotsplit.bank.route import Phase
+from hotsplit.engines.vllm import announce, planning, tuned
+from hotsplit.engines.vllm.planning import Prepared
+from hotsplit.engines.vllm.selector import decoder_index, is_other_stack, match_layers, require_real
+from hotsplit.engines.vllm.selftest import Prover
+from hotsplit.engines.vllm.weights import Claim
+from hotsplit.errors import EngineError, UnsupportedEngineError
+from hotsplit.host.progress import LoadWatch
+from hotsplit.metrics import MetricsSnapshot
+from hotsplit.plan.planfile import Plan, plan_hash
+
+logger = logging.getLogger(__name__)
+
+HUGE_PAGES = True
+"""Ask for huge pages behind hot rows. A module constant, not a setting: only a fair benchmark wants them off."""
+BACKEND = "cpu-twin"
+TELL_EVERY_S = 5.0
+"""Seconds between two looks at whether the snapshot file is out of date."""
+
+_current: Session | None = None
+
+
+def current() -> Session | None:
+    """The session of this process, if its worker has begun to load."""
+    return _current
+
+
+def required() -> Session:
+    """The session of this process.
+
+    Raises:
+        EngineError: None was prepared: a layer is built outside of a worker's load.
+    """
+    if _current is None:
+        raise EngineError(
+            "a layer of routed experts is built before its worker has planned",
+            got="a model that is not loaded by vLLM's worker",
+            do="unset the HOTSPLIT_ variables where models are built by hand",
+        )
+    return _current
+
+
+def begin(prepared: Prepared) -> Session:
+    """Make the session of this process; one that ended before gives way.
+
+    Args:
+        prepared: Plan, sizes, settings.
+
+    Raises:
+        EngineError: Another model is being served in this process.
+    """
+    global _current  # noqa: PLW0603 - one worker per process: vLLM's own layout
+    if _current is not None and not _current.is_closed:
+        raise EngineError(
+            "a second model in one process",
+            got="one that hotsplit serves already",
+            do="shut the first engine down (llm.llm_engine.engine_core.shutdown()), or start another process",
+        )
+    _current = Session(prepared)
+    return _current
+
+
+class Session:
+    """What one worker holds.
+
+    Args:
+        prepared: Plan, sizes, settings. Without a stage (everything fits) all layers run stock.
+    """
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        self.layers: list[Any] = []
+        """The experts modules, by layer_id, once they are built."""
+        self.left_alone: list[str] = []
+        """Layers of routed experts that hotsplit does not serve: draft layers, other stacks."""
+        self._found: list[str] = []
+        self._names: dict[int, str] = {}
+        self._claims: dict[str, Claim] = {}
+        self._memory: RangeRows | None = None
+        self._file: BankFile | None = None
+        self._banks: RangeBanks | None = None
+        self._record: Record | None = None
+        self._teller: _Teller | None = None
+        self._prover = Prover()
+        self._watch: LoadWatch | None = None
+        self.is_closed = False
+        """Whether the worker has shut down."""
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether every expert fits and the model runs unchanged."""
+        return self._prepared.is_stock
+
+    @property
+    def banks(self) -> RangeBanks:
+        """Rows, routes, live loop."""
+        if self._banks is None:
+            raise EngineError("the banks of this worker", got="a model that is not loaded yet")
+        return self._banks
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the run started from."""
+        return self._prepared.choice.plan
+
+    def snapshot(self) -> MetricsSnapshot:
+        """All metrics as they stand."""
+        if self._record is None:
+            raise EngineError("the metrics of this worker", got="a model that is not loaded yet")
+        with self.banks.lock:
+            return self._record.snapshot()
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around vLLM's load: ranges before it, banks after it; a load that fails leaves nothing behind."""
+        if self.is_stock:
+            yield
+            return
+        stage, config = self._prepared.stage, self._prepared.config
+        self._file = BankFile(config.bank_path)
+        self._memory = RangeRows(self._prepared.rows, file=self._file, huge_pages=HUGE_PAGES)
+        total = self._prepared.expert_bytes
+        try:
+            with LoadWatch("experts", total_bytes=total, num_layers=len(stage.layers)) as self._watch:
+                yield
+            self._start()
+        except BaseException:
+            self._give_back()
+            raise
+
+    def claim(self, layer_name: str, *, moe_config: Any) -> Claim | None:
+        """Which rows a layer gets; None for one that is left alone.
+
+        Args:
+            layer_name: Module path.
+            moe_config: vLLM's.
+
+        Raises:
+            UnsupportedEngineError: A layer of the plan that cannot be served.
+        """
+        if self.is_stock:
+            return None
+        stage = self._prepared.stage
+        index = decoder_index(layer_name)
+        self._found.append(layer_name)
+        if index not in stage.layers or index in self._names or is_other_stack(layer_name):
+            self.left_alone.append(layer_name)
+            logger.info("hotsplit: %s is left alone: no layer of the plan", layer_name)
+            return None
+        layer_id = stage.layers.index(index)
+        rows = self._prepared.rows[layer_id]
+        num_shared = moe_config.num_experts - moe_config.num_logical_experts
+        if moe_config.num_logical_experts != len(rows.row_map) or num_shared != rows.num_fixed:
+            raise UnsupportedEngineError(
+                f"{layer_name}",
+                got=f"{moe_config.num_logical_experts} routed and {num_shared} fused shared experts",
+                wanted=f"{len(rows.row_map)} and {rows.num_fixed}, as the plan has",
+                do="switch fused shared experts off, or run this model without hotsplit",
+            )
+        if self._memory is None or self._watch is None:
+            raise EngineError(f"{layer_name}", got="a layer that is built after its model was loaded")
+        self._names[index] = layer_name
+        claim = Claim(
+            layer_id=layer_id,
+            name=layer_name,
+            rows=rows,
+            memory=self._memory,
+            row_bytes=int(stage.row_bytes[layer_id]),
+            watch=self._watch,
+            prover=self._prover,
+        )
+        self._claims[layer_name] = claim
+        return claim
+
+    def route(self, topk_ids: torch.Tensor, layer_name: str) -> torch.Tensor:
+        """The route op.
+
+        Args:
+            topk_ids: Expert ids, [T, K].
+            layer_name: Module path.
+
+        Returns:
+            Row ids, [T, K].
+        """
+        return self.banks.route(self._claims[layer_name].layer_id, topk_ids, is_padding=_padding_mask())
+
+    @contextlib.contextmanager
+    def step(self, scheduler_output: Any) -> Iterator[None]:
+        """Around one step of the engine.
+
+        Args:
+            scheduler_output: vLLM's.
+
+        Raises:
+            BankError: The third update in a row failed.
+        """
+        if self.is_stock or not scheduler_output.total_num_scheduled_tokens:
+            yield
+            return
+        self.banks.tick()
+        with self.banks.step(phase_of(scheduler_output)):
+            yield
+
+    def require_reserve(self) -> None:
+        """After warm-up, whether the reserve has been kept.
+
+        Raises:
+            BudgetError: It has not; names the largest budget that fits.
+        """
+        if not self.is_stock:
+            planning.require_reserve(self._prepared.config, hot_bytes=self.banks.rows.hot_bytes)
+
+    def close(self) -> None:
+        """Save what was learned, stop the copies, give memory back; twice is harmless."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        atexit.unregister(self.close)
+        if self._teller is not None:
+            self._teller.close()
+        self._give_back()
+
+    def adopt(self, module: Any) -> None:
+        """Remember the module of a claimed layer.
+
+        Args:
+            module: vLLM's experts module.
+        """
+        self.layers.append(module)
+
+    def _start(self) -> None:
+        """The model is loaded: verify, then let the banks take over."""
+        prepared, stage, config = self._prepared, self._prepared.stage, self._prepared.config
+        match_layers(self._found, expected=stage.layers).require_all()
+        self.layers.sort(key=lambda module: module.hotsplit_layer_id)
+        require_real(dict(_tensors_of(self.layers)))
+        if self._memory is None:
+            raise EngineError("the rows of this worker", got="no memory")
+        options = RangeBankOptions(
+            top_k=prepared.top_k,
+            dynamic=config.dynamic,
+            dyn_steps=config.dyn_steps,
+            rebalance=prepared.rebalance,
+            rank=prepared.place.rank,
+            copies_ids=prepared.place.is_compiled,
+        )
+        prior = None if prepared.choice.prior is None else stage.rows_of(prepared.choice.prior)
+        self._banks = RangeBanks(self._memory, layers=prepared.rows, prior=prior, options=options)
+        row_bytes = [self._memory.row_bytes(layer_id) for layer_id in range(len(stage.layers))]
+        sizes, notices = prepared.with_real_rows(row_bytes, hot_bytes=self._memory.hot_bytes)
+        facts = RunFacts(
+            sizes=sizes,
+            plan_hash=plan_hash(prepared.choice.plan),
+            budget_bytes=stage.budget_bytes,
+            hot_bytes=self._memory.hot_bytes,
+            dynamic=config.dynamic,
+            backend=BACKEND,
+            learn_into=config.state_path if prepared.is_learning else None,
+            run_dir=prepared.place.run_dir,
+            rank=prepared.place.rank,
+            stage=prepared.place.stage,
+        )
+        self._record = Record(self._banks.router, live=self._banks.live, facts=facts)
+        counts = {rows.num_rows: rows.num_rows - (rows.spare_row is not None) for rows in prepared.rows}
+        notices += tuned.use_stock_counts(counts)
+        announce.loaded(prepared, memory=self._memory, facts=facts, notices=notices, left_alone=self.left_alone)
+        self._teller = _Teller(self._record, banks=self._banks)
+        atexit.register(self.close)
+
+    def _give_back(self) -> None:
+        for module in self.layers:
+            for parameter in module.parameters(recurse=False):
+                # Whoever still looks at the model sees empty tensors, not memory that is gone.
+                parameter.data = torch.empty(0, dtype=parameter.dtype)
+        self.layers.clear()
+        if self._banks is not None:
+            self._banks.close()
+        elif self._memory is not None:
+            self._memory.close()
+        if self._file is not None:
+            self._file.close()
+
+
+class _Teller:
+    """Keeps the snapshot file and the learned counts up to date, off the thread that launches the steps.
+
+    Args:
+        record: What it writes.
+        banks: Whose lock it takes.
+    """
+
+    def __init__(self, record: Record, *, banks: RangeBanks) -> None:
+        self._record, self._banks = record, banks
+        self._told_steps = -1
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hotsplit-teller", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop, and save once more."""
+        self._ended.set()
+        self._thread.join()
+        self._record.save(self._banks.lock)
+
+    def _run(self) -> None:
+        self._tell()
+        while not self._ended.wait(TELL_EVERY_S):
+            if self._record.is_save_due:
+                self._record.save(self._banks.lock)
+            elif self._banks.router.counters.steps != self._told_steps:
+                self._tell()
+
+    def _tell(self) -> None:
+        with self._banks.lock:
+            snapshot = self._record.snapshot()
+        self._told_steps = snapshot.steps
+        self._record.write(snapshot)
+
+
+def phase_of(scheduler_output: Any) -> Phase:
+    """Decode, unless a request computes more than one token and those drafted for it.
+
+    Args:
+        scheduler_output: vLLM's.
+    """
+    drafted = scheduler_output.scheduled_spec_decode_tokens
+    for request, num_tokens in scheduler_output.num_scheduled_tokens.items():
+        if num_tokens > 1 + len(drafted.get(request, ())):
+            return "prefill"
+    return "decode"
+
+
+def _tensors_of(modules: Sequence[Any]) -> Iterator[tuple[str, tuple[int, str]]]:
+    """Path, number of elements and device type of every weight of the experts."""
+    for module in modules:
+        for name, parameter in module.named_parameters(recurse=False):
+            yield f"{module.layer_name}.{name}", (parameter.numel(), parameter.device.type)
+
+
+def _padding_mask() -> torch.Tensor | None:
+    """The engine's own mask, [T], bool, of the forward under way."""
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+
+    return get_forward_context().is_padding if is_forward_context_available() else None

@@ -1,0 +1,134 @@
+"""What takes minutes: ten of them under load, workers that are killed while they save, and shared metrics."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from engines.vllm import vllm_models
+from engines.vllm.vllm_jobs import Job, run
+from engines.vllm.vllm_server import serve
+from hotsplit.metrics import METRICS
+from hotsplit.plan.dialects import load_histogram
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.soak]
+
+MINUTES = 10
+SETTLES_S = 150
+"""At first memory grows for good reasons: buffers of vLLM, of its clients' connections, of Python."""
+MAY_GROW_BYTES_PER_HOUR = 64 << 20
+
+
+def resident_bytes(pids):
+    """Anonymous memory of processes, those that have ended left out."""
+    total = 0
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        except FileNotFoundError:
+            continue
+        total += next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
+    return total
+
+
+def mixed_requests(seed=0):
+    """Endless requests of mixed domains and lengths; the domain changes every 200."""
+    chance = random.Random(seed)
+    texts = [vllm_models.corpus(domain) for domain in ("python", "english", "chinese", "json")]
+    for number in itertools.count():
+        text = texts[number // 200 % len(texts)]
+        start = chance.randrange(len(text) - 400)
+        yield text[start : start + chance.randint(1, 400)], chance.randint(1, 96)
+
+
+def test_ten_minutes_of_mixed_requests_leave_no_error_no_mismatch_and_no_growth(checkpoint, settings, tmp_path):
+    name = "small-moe"
+    chosen = settings(name, HOTSPLIT_DYN_STEPS="20", HOTSPLIT_DYN_HALF_LIFE="3")
+    samples = []
+    with serve(checkpoint(name), settings=chosen, place=tmp_path, probe={"VLLM_PROBE_EVERY": "101"}) as server:
+        end = time.monotonic() + MINUTES * 60
+        ended = threading.Event()
+
+        def watch():
+            while not ended.wait(2):
+                samples.append((time.monotonic(), resident_bytes([server.process.pid, *server.children()])))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            requests = list(itertools.islice(mixed_requests(), 100_000))
+            answered = server.complete_all(requests, clients=32, until=lambda: time.monotonic() > end)
+        finally:
+            ended.set()
+            watcher.join()
+        (report,), (rows,) = server.probe("report"), server.probe("check rows")
+        (snapshot,) = server.settled_snapshots(steps=report["steps"])
+    assert answered > 1000
+    assert 0 == report["mismatches"]
+    assert report["compared"] > 1000
+    assert {"rows_intact": True, "rows_distinct": True} == rows
+    assert snapshot.swaps_done > 100
+    assert (0, 0) == (snapshot.swaps_failed, snapshot.update_failures)
+    assert (report["pairs"], report["hits"]) == (dict(snapshot.pairs), dict(snapshot.hit_pairs))
+    assert [] == [line for line in server.log.splitlines() if " ERROR " in line]
+    seconds, resident = np.array([sample for sample in samples if sample[0] > samples[0][0] + SETTLES_S]).T
+    slope_bytes_per_s = np.polyfit(seconds, resident, 1)[0]
+    assert 3600 * slope_bytes_per_s < MAY_GROW_BYTES_PER_HOUR
+
+
+def test_a_worker_that_is_killed_while_it_saves_loses_nothing_that_was_saved(checkpoint, settings, tmp_path):
+    name = "tiny-moe"
+    banks = tmp_path / "banks"
+    chosen = settings(name, HOTSPLIT_BANK_DIR=str(banks))
+    seen = []
+    # Saving all the time, so that the kill falls into a save.
+    with serve(checkpoint(name), settings=chosen, place=tmp_path, probe={"VLLM_PROBE_SAVE_S": "0.001"}) as server:
+        text = vllm_models.corpus("python")
+        killer = threading.Timer(20, server.kill_all)
+        killer.start()
+        folder = tmp_path / "state" / "learned"
+        while server.process.poll() is None:
+            try:
+                server.complete(text[len(seen) % 1000 :][:100], max_tokens=32)
+            except httpx.TransportError:
+                break
+            (path,) = folder.glob("*.json")
+            seen.append(load_histogram(str(path))[0].phases["decode"].tokens)
+        killer.join()
+    (path,) = folder.glob("*.json")
+    kept, _ = load_histogram(str(path))
+    assert len(seen) > 10
+    assert sorted(seen) == seen
+    assert kept.phases["decode"].tokens >= seen[-1]
+    assert [] == list(banks.iterdir())
+    job = Job(
+        model=checkpoint(name),
+        prompts=[[1, 2, 3]],
+        max_tokens=4,
+        settings=chosen | {"HOTSPLIT_STATE_DIR": str(tmp_path / "state")},
+    )
+    assert "learned" in run(job, place=tmp_path / "after").log
+
+
+def test_metrics_are_there_where_the_user_has_set_a_folder_for_several_processes(checkpoint, settings, tmp_path):
+    name = "tiny-moe"
+    shared = tmp_path / "prometheus"
+    shared.mkdir()
+    environment = {"PROMETHEUS_MULTIPROC_DIR": str(shared)}
+    with serve(checkpoint(name), settings=settings(name), place=tmp_path, probe={}, environment=environment) as server:
+        server.complete_all([("def f(x):", 32)] * 8, clients=4)
+        (report,) = server.probe("report")
+        (snapshot,) = server.settled_snapshots(steps=report["steps"])
+        shown = server.metrics()
+    assert set(METRICS) == set(shown)
+    assert snapshot.steps == shown["hotsplit_steps_total"][("rank", "0"),]
+    assert report["hits"]["decode"] == shown["hotsplit_hit_pairs_total"][("phase", "decode"), ("rank", "0")]

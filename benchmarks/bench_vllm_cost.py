@@ -144,7 +144,10 @@ def bench(folder: Path, *, shape: ModelShape, settings: Settings) -> dict[str, A
     with tempfile.TemporaryDirectory(prefix="hotsplit-bench-", dir=folder.parent) as scratch:
         plans = {share: _plan(folder, share=share, path=Path(scratch) / f"plan-{share}.json") for share in (25, 100)}
         for number in range(1, settings.sets + 1):
-            measured = _one_set(folder, plans=plans, settings=settings, scratch=Path(scratch) / f"set{number}")
+            # Loaded in another order in every set: who comes first may get better memory.
+            names = [*ENGINES][number % len(ENGINES) :] + [*ENGINES][: number % len(ENGINES)]
+            place = Path(scratch) / f"set{number}"
+            measured = _one_set(folder, names=names, plans=plans, settings=settings, scratch=place)
             for name, rounds in measured.items():
                 found[name].append(rounds)
             _note(f"set {number} of {settings.sets}: {_costs(found)}")
@@ -175,19 +178,20 @@ def _plan(folder: Path, *, share: int, path: Path) -> Path:
     sizes = expert_sizes(read_headers(folder))
     rows = share * (sizes.identity.num_experts or 0) // 100 + (share < 100)
     gib = sum(int(row_bytes) * rows for row_bytes in sizes.row_bytes) / 2**30
-    command = [sys.executable, "-m", "hotsplit.cli.main", "plan", str(folder), "--hot-gib", repr(gib + 0.001)]
-    subprocess.run([*command, "--output", str(path)], check=True, capture_output=True)
+    hotsplit = str(Path(sys.executable).parent / "hotsplit")
+    command = [hotsplit, "plan", str(folder), "--hot-gib", repr(gib + 0.001), "--output", str(path)]
+    subprocess.run(command, check=True, capture_output=True)
     return path
 
 
 def _one_set(
-    folder: Path, *, plans: Mapping[int, Path], settings: Settings, scratch: Path
+    folder: Path, *, names: Sequence[str], plans: Mapping[int, Path], settings: Settings, scratch: Path
 ) -> dict[str, list[dict[str, Any]]]:
     """Load every engine, let them generate by turns, and let them end."""
     engines: list[Engine] = []
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in ENGINES}
     try:
-        for number, name in enumerate(ENGINES):
+        for number, name in enumerate(names):
             place = scratch / str(number)
             place.mkdir(parents=True)
             plan = None if name == STOCK else plans[25 if "25 %" in name else 100]

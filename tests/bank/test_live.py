@@ -301,6 +301,24 @@ def test_what_was_saved_is_not_told_again_and_earlier_counts_fade_by_the_updates
     assert learned.counts[0, 3] == pytest.approx(1 + decay + decay**2)
 
 
+def test_what_comes_between_telling_and_saving_is_told_the_next_time_and_what_was_told_is_not():
+    live, router = live_of(dyn_steps=2)
+    adapt(live, router)
+    step(live, router, [[3]], [[0]])
+    live.tick()
+    told = live.learned()
+    for _ in range(4):
+        step(live, router, [[3]], [[0]])
+        live.tick()
+    live.learned_saved(told)
+    # Windows of 2, 2 and 1 steps weigh 1/2, 1 and 1 by now; of the step that was told the file keeps 1/4.
+    learned = live.learned()
+    assert (4, 0.25) == (learned.tokens, learned.decay)
+    assert 0.5 * 2 + 2 + 1 - 0.25 * 1 == learned.counts[0, 3]
+    live.learned_saved(learned)
+    assert (0, 0.0) == (live.learned().tokens, live.learned().counts.sum())
+
+
 def test_prefill_does_not_steer_once_there_is_decode():
     live, router = live_of(dyn_steps=1)
     swapper = adapt(live, router)

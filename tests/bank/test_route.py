@@ -142,6 +142,61 @@ def test_a_publish_writes_into_the_same_tensor():
     assert (address, 1) == (router.row_map.data_ptr(), router.row_map[1, 3].item())
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@given(ids=st.lists(st.integers(-1, E - 1), min_size=1, max_size=8))
+def test_remapping_is_the_reference_route_in_the_type_of_the_ids(dtype, ids):
+    router = router_of()
+    ids_TK = torch.tensor([ids], dtype=dtype)
+    rows_TK = router.remap(1, ids_TK)
+    assert (dtype, reference.route(ids_TK, row_map=router.row_map[1]).tolist()) == (rows_TK.dtype, rows_TK.tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_publish_reaches_the_maps_of_both_types(dtype):
+    router = router_of()
+    before = router.remap(1, torch.arange(E, dtype=dtype)).tolist()
+    router.publish(1, expert=3, row=1)
+    after = router.remap(1, torch.arange(E, dtype=dtype)).tolist()
+    assert [3] == [expert for expert in range(E) if before[expert] != after[expert]]
+    assert (1, router.row_map[1].tolist()) == (after[3], after)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_remapping_knows_fixed_rows_and_refuses_ids_behind_them(dtype):
+    layers = [place(hot, num_experts=E, spare=True, inclusive=False, fixed=2) for hot in ((2, 0), (1,))]
+    router = Router(layers, row_bytes=(10, 1000))
+    assert [[2, 3, -1], [1, 2, -1]] == [
+        router.remap(layer_id, torch.tensor([E, E + 1, -1], dtype=dtype)).tolist() for layer_id in (0, 1)
+    ]
+    assert (2, E) == tuple(router.row_map.shape)
+    with pytest.raises(IndexError):
+        router.remap(0, torch.tensor([E + 3], dtype=dtype))
+
+
+def test_stashed_ids_are_counted_as_routed_ones_are():
+    router, other = router_of(), router_of()
+    ids, mask = torch.tensor([[2, 4], [1, -1], [3, 3]]), torch.tensor([False, True, False])
+    for layer_id in (0, 1):
+        router.stash(layer_id, ids, is_padding=mask, phase="prefill", step=1)
+        other.route(layer_id, ids, is_padding=mask, phase="prefill", step=1)
+        assert 0 == router.counters.steps
+    router.flush()
+    other.flush()
+    assert str(other.counters) == str(router.counters)
+    assert [0, 0, 1, 2, 1] == router.counters.counts["prefill"][0].tolist()
+
+
+def test_discarded_ids_are_not_counted_and_later_ones_are():
+    router = router_of()
+    router.stash(0, torch.tensor([[2, 4]]), is_padding=None, phase="decode", step=1)
+    router.discard()
+    router.flush()
+    assert 0 == router.counters.steps
+    router.stash(0, torch.tensor([[1, 1]]), is_padding=None, phase="decode", step=2)
+    router.flush()
+    assert (1, [0, 2, 0, 0, 0]) == (router.counters.steps, router.counters.counts["decode"][0].tolist())
+
+
 def test_flushing_without_a_step_counts_nothing():
     router = router_of()
     router.flush()

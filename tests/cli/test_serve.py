@@ -191,6 +191,11 @@ def test_a_plan_file_is_previewed_without_a_budget(checked, cli, counts, tiny_mo
     assert value["plan"]["origin"].startswith(f"plan {path}")
 
 
+def test_a_budget_for_everything_is_said_to_change_nothing(checked):
+    assert "fits" in names_of(checked("--hot-gib", 1))
+    assert "fits" not in names_of(checked("--hot-gib", 0.002))
+
+
 def test_without_a_budget_there_is_no_preview_and_the_counts_are_checked_all_the_same(serve, checked, counts, tmp_path):
     assert None is checked("--counts", counts)["plan"]
     text = " ".join(serve("--check").out.split())

@@ -67,8 +67,6 @@ class Learned:
 
     counts: FloatArray
     """Faded counts, in routed pairs, [L, E], float64."""
-    window: npt.NDArray[np.int64]
-    """Those of them that no update has faded yet, [L, E], int64."""
     tokens: int
     """Decode tokens seen."""
     decay: float
@@ -116,7 +114,8 @@ class Live:
         self._swapper: Swapper | None = None
         self._rebalancer: Rebalancer | None = None
         self._baseline = router.counters.copy()
-        self._learned_LE: FloatArray = np.zeros(router.row_map.shape)
+        self._learned_LE: FloatArray = np.zeros(router.row_map.shape)  # since the start, faded
+        self._saved_LE: FloatArray = np.zeros(router.row_map.shape)  # what of them is kept, faded since alike
         self._learned_upto = router.counters.counts["decode"].copy()
         self._learned_tokens, self._learned_updates = router.counters.tokens["decode"], 0
         self._swaps_before = SwapTotals()
@@ -167,28 +166,21 @@ class Live:
         The rebalancer's own counts are not that: where there was no decode they follow prefill.
         """
         counters = self._router.counters
-        window_LE = counters.counts["decode"] - self._learned_upto
+        counts_LE = self._learned_LE + (counters.counts["decode"] - self._learned_upto) - self._saved_LE
         return Learned(
-            counts=self._learned_LE + window_LE,
-            window=window_LE,
+            counts=np.maximum(counts_LE, 0.0),  # rounding of what is saved and comes no more
             tokens=counters.tokens["decode"] - self._learned_tokens,
             decay=self._decay ** (self.num_updates - self._learned_updates),
             num_updates=self.num_updates,
         )
 
     def learned_saved(self, learned: Learned) -> None:
-        """What learned() told is kept: begin anew with what has come since.
+        """What learned() told is kept: from now on it tells what has come since.
 
         Args:
             learned: As it was told; the model may have run on while it was written.
         """
-        updates = self.num_updates - learned.num_updates
-        if updates:
-            faded_LE = self._decay * (learned.counts - learned.window) + learned.window
-            self._learned_LE = np.maximum(self._learned_LE - self._decay ** (updates - 1) * faded_LE, 0.0)
-        else:
-            self._learned_LE = np.zeros_like(self._learned_LE)
-            self._learned_upto = self._learned_upto + learned.window
+        self._saved_LE = self._saved_LE + self._decay ** (self.num_updates - learned.num_updates) * learned.counts
         self._learned_tokens += learned.tokens
         self._learned_updates = learned.num_updates
 
@@ -238,7 +230,8 @@ class Live:
             return
         window = self.window()
         decode_LE = self._router.counters.counts["decode"]
-        self._learned_LE = self._learned_LE * self._rebalancer.decay + (decode_LE - self._learned_upto)
+        self._learned_LE = self._learned_LE * self._decay + (decode_LE - self._learned_upto)
+        self._saved_LE = self._saved_LE * self._decay
         self._learned_upto = decode_LE.copy()
         if window.phase == "prefill" and self._router.counters.tokens["decode"]:
             return  # where there is decode, prefill does not speak

@@ -112,7 +112,8 @@ class RangeBanks:
             phase: Of the whole step.
         """
         self._step += 1
-        self._phase, self._is_stepping = phase, True
+        # An engine may write every mask into the same tensor: one that was looked at before is looked at again.
+        self._phase, self._is_stepping, self._padding_of = phase, True, None
         try:
             yield
         except BaseException:
@@ -120,7 +121,6 @@ class RangeBanks:
             raise
         finally:
             self._is_stepping = False
-            self._padding_of = self._is_padding = None
         with self.lock:
             self.router.flush()
 

@@ -134,13 +134,14 @@ class Router:
 
         Args:
             layer_id: Ordinal among MoE layers.
-            topk_ids: Expert ids, [T, K], int32 or int64; -1 stays -1, ids of fixed rows are E, E + 1 and so on.
+            topk_ids: Expert ids, [T, K], int32 or int64; -1, the only negative one, stays -1; ids of fixed rows are
+                E, E + 1 and so on.
 
         Returns:
             Row ids, [T, K], of the dtype of topk_ids.
 
         Raises:
-            IndexError: An id that is neither.
+            IndexError: An id behind them.
         """
         return self._maps[topk_ids.dtype][layer_id][topk_ids]
 

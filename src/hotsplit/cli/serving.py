@@ -204,7 +204,11 @@ def _checked(task: ServeTask, *, tp: int, pp: int, notices: list[Notice]) -> tup
         return None, checkpoint
     choice = choose_plan(sizes, request=_request(task.config, pp=pp))
     notices += choice.notices
-    return _preview(choice, sizes=sizes, dynamic=task.config.dynamic), checkpoint
+    preview = _preview(choice, sizes=sizes, dynamic=task.config.dynamic)
+    if task.config.plan is None and all(rank.hot_experts == rank.experts for rank in preview.ranks):
+        text = "all routed experts fit the hot budget: vLLM runs them unchanged"
+        notices.append(Notice(name="fits", text=text, strict=False))
+    return preview, checkpoint
 
 
 def _is_local(model: str) -> bool:

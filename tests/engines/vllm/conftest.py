@@ -6,8 +6,9 @@ Starting vLLM takes 15 seconds and more, so a run is made once per session and e
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,26 @@ collect_ignore = ["vllm_probe", "vllm_server.py"]
 """Helpers without docstring examples, which need vLLM's companions to be imported."""
 HOT_SHARE = 0.25
 DYN_STEPS = 3
+
+
+def once(play: Callable[..., Any]) -> Callable[..., Any]:
+    """What a call gave, kept, and so is its failure: a run that fails takes its time once, not in every test."""
+
+    @cache
+    def attempt(*args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:
+        try:
+            return play(*args, **kwargs), None
+        except (AssertionError, OSError, subprocess.SubprocessError) as error:
+            return None, error
+
+    @wraps(play)
+    def remembered(*args: Any, **kwargs: Any) -> Any:
+        result, error = attempt(*args, **kwargs)
+        if error is not None:
+            raise error
+        return result
+
+    return remembered
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -77,7 +98,7 @@ def stock(
 ) -> Callable[..., Result]:
     """stock("qwen3_moe", ranks=1, cache=None) -> what vLLM without hotsplit gives, run once."""
 
-    @cache
+    @once
     def play(name: str, *, ranks: int = 1, cache: Path | None = None) -> Result:
         place = tmp_path_factory.mktemp(f"stock-{name}-{ranks}")
         return run(Job(model=checkpoint(name), prompts=prompts(name), ranks=ranks, cache=cache), place=place)
@@ -94,7 +115,7 @@ def played(
 ) -> Callable[[str, int], Result]:
     """played("glm4_moe", 2) -> the same with hotsplit, experts moving and the probe watching, run once."""
 
-    @cache
+    @once
     def play(name: str, ranks: int) -> Result:
         more = [["evict"], ["pad 5"], ["pad 0", "report", "roll"]] if (name, ranks) == IN_ODD_STATES else []
         job = Job(

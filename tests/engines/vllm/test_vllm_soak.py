@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 
 from engines.vllm import vllm_models
 from engines.vllm.vllm_jobs import Job, run
-from engines.vllm.vllm_server import serve
+from engines.vllm.vllm_server import serve, wait_for
 from hotsplit.metrics import METRICS
 from hotsplit.plan.dialects import load_histogram
 
@@ -72,6 +72,7 @@ def test_ten_minutes_of_mixed_requests_leave_no_error_no_mismatch_and_no_growth(
             watcher.join()
         (report,), (rows,) = server.probe("report"), server.probe("check rows")
         (snapshot,) = server.settled_snapshots(steps=report["steps"])
+        log = server.log
     assert answered > 1000
     assert 0 == report["mismatches"]
     assert report["compared"] > 1000
@@ -79,7 +80,7 @@ def test_ten_minutes_of_mixed_requests_leave_no_error_no_mismatch_and_no_growth(
     assert snapshot.swaps_done > 100
     assert (0, 0) == (snapshot.swaps_failed, snapshot.update_failures)
     assert (report["pairs"], report["hits"]) == (dict(snapshot.pairs), dict(snapshot.hit_pairs))
-    assert [] == [line for line in server.log.splitlines() if " ERROR " in line]
+    assert [] == [line for line in log.splitlines() if " ERROR " in line]
     seconds, resident = np.array([sample for sample in samples if sample[0] > samples[0][0] + SETTLES_S]).T
     slope_bytes_per_s = np.polyfit(seconds, resident, 1)[0]
     assert 3600 * slope_bytes_per_s < MAY_GROW_BYTES_PER_HOUR
@@ -93,9 +94,11 @@ def test_a_worker_that_is_killed_while_it_saves_loses_nothing_that_was_saved(che
     # Saving all the time, so that the kill falls into a save.
     with serve(checkpoint(name), settings=chosen, place=tmp_path, probe={"VLLM_PROBE_SAVE_S": "0.001"}) as server:
         text = vllm_models.corpus("python")
+        folder = server.state / "learned"
+        server.complete(text[:100], max_tokens=32)
+        wait_for(lambda: any(folder.glob("*.json")), what="the first save", timeout_s=30)
         killer = threading.Timer(20, server.kill_all)
         killer.start()
-        folder = tmp_path / "state" / "learned"
         while server.process.poll() is None:
             try:
                 server.complete(text[len(seen) % 1000 :][:100], max_tokens=32)
@@ -110,13 +113,9 @@ def test_a_worker_that_is_killed_while_it_saves_loses_nothing_that_was_saved(che
     assert sorted(seen) == seen
     assert kept.phases["decode"].tokens >= seen[-1]
     assert [] == list(banks.iterdir())
-    job = Job(
-        model=checkpoint(name),
-        prompts=[[1, 2, 3]],
-        max_tokens=4,
-        settings=chosen | {"HOTSPLIT_STATE_DIR": str(tmp_path / "state")},
-    )
-    assert "learned" in run(job, place=tmp_path / "after").log
+    again = chosen | {"HOTSPLIT_STATE_DIR": str(server.state)}
+    job = Job(model=checkpoint(name), prompts=[[1, 2, 3]], max_tokens=4, settings=again)
+    assert "counts: learned alone" in run(job, place=tmp_path / "after").log
 
 
 def test_metrics_are_there_where_the_user_has_set_a_folder_for_several_processes(checkpoint, settings, tmp_path):
@@ -129,6 +128,6 @@ def test_metrics_are_there_where_the_user_has_set_a_folder_for_several_processes
         (report,) = server.probe("report")
         (snapshot,) = server.settled_snapshots(steps=report["steps"])
         shown = server.metrics()
-    assert set(METRICS) == set(shown)
+    assert set(METRICS) - {"hotsplit_drift_ratio"} == set(shown)  # no counts behind the plan: nothing to drift from
     assert snapshot.steps == shown["hotsplit_steps_total"][("rank", "0"),]
     assert report["hits"]["decode"] == shown["hotsplit_hit_pairs_total"][("phase", "decode"), ("rank", "0")]

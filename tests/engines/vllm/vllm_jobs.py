@@ -70,6 +70,8 @@ class Result:
     """All that was printed."""
     place: Path
     """The run's own folder."""
+    snapshots: Sequence[MetricsSnapshot]
+    """The last one of every rank; none of stock."""
 
     def answers(self, number: int) -> list[dict[str, Any]]:
         """Tokens and log-probabilities of one pass.
@@ -100,11 +102,6 @@ class Result:
         return [json.loads(line) for line in lines]
 
     @property
-    def snapshots(self) -> list[MetricsSnapshot]:
-        """The last snapshot of every rank."""
-        return snapshots(self.place / "state")
-
-    @property
     def updates(self) -> list[UpdateLine]:
         """The update lines in the log, in their order."""
         return update_lines(self.log)
@@ -127,16 +124,18 @@ def run(job: Job, *, place: Path) -> Result:
         engine["distributed_executor_backend"] = "mp"
     content = {"model": str(job.model), "prompts": job.prompts, "max_tokens": job.max_tokens, "engine": engine}
     ask.write_text(json.dumps(content | {"passes": job.passes, "last": job.last}), encoding="utf-8")
+    environment = environment_of(job.settings, probe=job.probe, cache=job.cache, place=place)
     with log.open("w", encoding="utf-8") as output:
         command = [sys.executable, str(HERE / "vllm_run.py"), str(ask), str(answer)]
-        environment = environment_of(job.settings, probe=job.probe, cache=job.cache, place=place)
         done = subprocess.run(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, timeout=TIMEOUT_S, check=False
         )
     text = log.read_text(encoding="utf-8", errors="replace")
     assert 0 == done.returncode, f"vLLM ended with {done.returncode}; the end of its log:\n{text[-6000:]}"
     result = json.loads(answer.read_text(encoding="utf-8"))
-    return Result(passes=result["passes"], last=result["last"], log=text, place=place)
+    state = environment.get("HOTSPLIT_STATE_DIR")
+    last = snapshots(Path(state)) if state else []
+    return Result(passes=result["passes"], last=result["last"], log=text, place=place, snapshots=last)
 
 
 def environment_of(

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,8 +38,12 @@ class Server:
 
     url: str
     """Where it listens."""
+    client: httpx.Client
+    """Connections to it."""
     place: Path
     """The run's own folder."""
+    state: Path
+    """HOTSPLIT_STATE_DIR."""
     process: subprocess.Popen[bytes]
     """The API server; workers are its children."""
 
@@ -51,7 +56,7 @@ class Server:
             **more: Other fields of the request.
         """
         content = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **more}
-        reply = httpx.post(f"{self.url}/v1/completions", json=content, timeout=ANSWER_S)
+        reply = self.client.post("/v1/completions", json=content)
         assert 200 == reply.status_code, f"{reply.status_code}: {reply.text[:500]}"
         choice: dict[str, Any] = reply.json()["choices"][0]
         return choice
@@ -64,23 +69,36 @@ class Server:
         Args:
             requests: Prompts and how much to generate for each.
             clients: At the same time.
-            until: Skips what is left once it says True.
+            until: Skips what is left once it says True; asked four times a second.
 
         Returns:
             Requests that were answered.
         """
+        enough, ended = threading.Event(), threading.Event()
 
         def ask(request: tuple[str, int]) -> int:
-            if until is not None and until():
+            if enough.is_set():
                 return 0
             self.complete(request[0], max_tokens=request[1])
             return 1
 
-        with ThreadPoolExecutor(clients) as pool:
-            return sum(pool.map(ask, requests))
+        def look() -> None:
+            while not ended.wait(0.25):
+                if until is not None and until():
+                    enough.set()
+
+        looker = threading.Thread(target=look)
+        looker.start()
+        try:
+            with ThreadPoolExecutor(clients) as pool:
+                return sum(pool.map(ask, requests))
+        finally:
+            ended.set()
+            looker.join()
 
     def metrics(self) -> dict[str, dict[Labels, float]]:
         """What /metrics shows of hotsplit: name -> labels, sorted -> value."""
+        # A connection of its own: which of several API servers answers is decided when it connects.
         text = httpx.get(f"{self.url}/metrics", timeout=ANSWER_S).text
         found: dict[str, dict[Labels, float]] = {}
         for family in text_string_to_metric_families(text):
@@ -102,7 +120,7 @@ class Server:
             The answer of every rank.
         """
         content = {"method": "hotsplit_probe", "args": [command]}
-        reply = httpx.post(f"{self.url}/collective_rpc", json=content, timeout=ANSWER_S)
+        reply = self.client.post("/collective_rpc", json=content)
         assert 200 == reply.status_code, reply.text
         answers: list[dict[str, Any]] = reply.json()["results"]
         return answers
@@ -120,7 +138,7 @@ class Server:
     @property
     def snapshots(self) -> list[MetricsSnapshot]:
         """The newest snapshot of every rank."""
-        return snapshots(self.place / "state")
+        return snapshots(self.state)
 
     def settled_snapshots(self, *, steps: int, timeout_s: float = 30) -> list[MetricsSnapshot]:
         """The snapshots once the ranks have written down all that they ran.
@@ -178,12 +196,15 @@ def serve(
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True, cwd=place
         )
-    server = Server(url=f"http://127.0.0.1:{port}", place=place, process=process)
-    try:
-        wait_for(lambda: _is_ready(server), what="the server", timeout_s=READY_S)
-        yield server
-    finally:
-        _stop(server)
+    state = Path(variables.get("HOTSPLIT_STATE_DIR", place))
+    url = f"http://127.0.0.1:{port}"
+    with httpx.Client(base_url=url, timeout=ANSWER_S, limits=httpx.Limits(max_connections=64)) as client:
+        server = Server(url=url, client=client, place=place, state=state, process=process)
+        try:
+            wait_for(lambda: _is_ready(server), what="the server", timeout_s=READY_S)
+            yield server
+        finally:
+            _stop(server)
 
 
 def wait_for(condition: Callable[[], bool], *, what: str, timeout_s: float) -> None:
@@ -203,7 +224,7 @@ def wait_for(condition: Callable[[], bool], *, what: str, timeout_s: float) -> N
 def _is_ready(server: Server) -> bool:
     assert server.process.poll() is None, f"the server ended; the end of its log:\n{server.log[-6000:]}"
     try:
-        return httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+        return server.client.get("/health", timeout=5).status_code == 200
     except httpx.TransportError:
         return False
 

@@ -108,24 +108,39 @@ def cover_all(root: Any, *, register_oot: Any) -> None:
     Args:
         root: vLLM's RoutedExperts.
         register_oot: PluggableLayer.register_oot.
+
+    Raises:
+        UnsupportedEngineError: Something else stands in for one of them, now or, for a later one, when it is defined.
     """
     if _COVERED in vars(root):
         return
     setattr(root, _COVERED, True)
-    inherited = root.__init_subclass__
+    own: Any = vars(root).get("__init_subclass__")
 
     def init_subclass(cls: type, /, **kwargs: Any) -> None:
-        inherited(**kwargs)
+        if own is None:
+            super(root, cls).__init_subclass__(**kwargs)
+        else:
+            own.__get__(None, cls)(**kwargs)
         _cover(cls, register_oot=register_oot)
 
     root.__init_subclass__ = classmethod(init_subclass)
-    for cls in [root, *_subclasses(root)]:
+    for cls in dict.fromkeys([root, *_subclasses(root)]):
         _cover(cls, register_oot=register_oot)
 
 
 def _cover(cls: Any, *, register_oot: Any) -> None:
-    if not issubclass(cls, HotsplitExperts):
+    if issubclass(cls, HotsplitExperts):
+        return
+    try:
         register_oot(name=cls.__name__)(type(f"Hotsplit{cls.__name__}", (HotsplitExperts, cls), {}))
+    except AssertionError as error:
+        raise UnsupportedEngineError(
+            f"vLLM's class {cls.__module__}.{cls.__name__}",
+            got=f"another class in its place ({error})",
+            wanted="vLLM's own, which hotsplit puts its class in front of",
+            do="uninstall the other plugin, or unset the HOTSPLIT_ variables",
+        ) from error
 
 
 def _subclasses(cls: type) -> list[type]:

@@ -67,6 +67,7 @@ def _wrap_engine_args(engine_args: Any, *, config: HotsplitConfig, environ: Muta
 
     @functools.wraps(stock)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        refusals.require_arguments(self)
         run_dir = environ.setdefault(RUN_DIR, str(new_run_dir(config.state_path)))
         with offload.taken_over(self) as flags:
             mine = {settings.KEY: settings.to_additional(config, offload=flags)}
@@ -121,7 +122,7 @@ def _refused_call(name: str) -> Any:
             return getattr(self.worker, name)(*args, **kwargs)
         raise EngineError(
             f"{name}()",
-            got="a call that would move or rewrite weights under hotsplit's rows",
+            got="a call that moves, rewrites or saves weights whose rows are hotsplit's",
             do="restart the server instead, or run it without hotsplit",
         )
 

@@ -10,6 +10,7 @@ Shapes: L MoE layers, E experts.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from hotsplit.plan.planner import PlanOptions
 from hotsplit.plan.rebalance import RebalanceOptions, thrash_notice
 from hotsplit.plan.sizes import ExpertSizes, expert_sizes
 from hotsplit.plan.stage import StagePlan, require_same_hash, revalidate, smallest_budget, stage_sizes
-from hotsplit.units import gib
+from hotsplit.units import GIB, gib
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ class Place:
     """Folder for snapshots."""
     is_compiled: bool
     """Whether vLLM compiles the model."""
+    num_local: int = 1
+    """Ranks on this host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,16 +164,21 @@ def prepare(vllm_config: Any, *, run_dir: str | None) -> Prepared:
     _say([notice] if notice else [])
     logger.info("hotsplit: budget per rank: %s (%s)", gib(asked), line)
     mine = stage_sizes(sizes, _stage_layers(sizes, vllm_config=vllm_config))
-    if config.plan is None and asked >= mine.expert_bytes:
+    stock = Prepared(config=config, place=place_here, sizes=mine, is_stock=True)
+    # Of all ranks or of none: a stage of fewer layers may fit where another does not, and that one waits for its plan.
+    if all(gather(config.plan is None and asked >= mine.expert_bytes)):
         text = f"all routed experts of this rank fit ({gib(mine.expert_bytes)} of {gib(asked)}): they run stock"
         _say([Notice(name="fits", text=text, strict=False)])
-        return Prepared(config=config, place=place_here, sizes=mine, is_stock=True)
+        return stock
     choice = _choose(sizes, config=config, place_here=place_here, budget_bytes=asked)
     prepared = Prepared(
         config=config, place=place_here, sizes=mine, is_stock=False, plan_choice=choice, asked_bytes=asked
     )
     require_same_hash(gather(plan_hash(choice.plan)))
     _require_layers(prepared)
+    if not mine.identity.layers:
+        logger.info("hotsplit: pipeline stage %d has no routed experts", place_here.stage)
+        return stock
     for rows in prepared.rows:
         refusals.require_rows(rows.num_rows)
     _require_room(prepared, vllm_config=vllm_config)
@@ -181,12 +189,13 @@ def prepare(vllm_config: Any, *, run_dir: str | None) -> Prepared:
     return prepared
 
 
-def require_reserve(config: HotsplitConfig, *, hot_bytes: int) -> None:
+def require_reserve(config: HotsplitConfig, *, hot_bytes: int, num_ranks: int = 1) -> None:
     """After warm-up, whether the reserve has been kept.
 
     Args:
         config: Settings.
-        hot_bytes: Fast memory taken by hot rows.
+        hot_bytes: Fast memory taken by hot rows of this rank.
+        num_ranks: Ranks that share this host's memory.
 
     Raises:
         BudgetError: Less is left than the reserve; names the largest budget that fits.
@@ -195,12 +204,13 @@ def require_reserve(config: HotsplitConfig, *, hot_bytes: int) -> None:
     reserve = config.vram_reserve_bytes
     if available is None or available >= reserve:
         return
-    fits = max(hot_bytes - (reserve - available), 0)
+    fits = max(hot_bytes - -(-(reserve - available) // num_ranks), 0)
+    shown = f"{math.floor(fits / GIB * 1e6) / 1e6:.6f}".rstrip("0").rstrip(".")
     raise BudgetError(
         "memory left after warm-up",
         got=gib(available),
         wanted=f"the reserve of {gib(reserve)}",
-        do=f"set HOTSPLIT_HOT_GIB={fits // (2**30 // 100) / 100:g} or less, or lower HOTSPLIT_VRAM_RESERVE_GIB",
+        do=(f"set HOTSPLIT_HOT_GIB={shown} or less, or " if fits else "") + "lower HOTSPLIT_VRAM_RESERVE_GIB",
         room_bytes=fits,
     )
 
@@ -218,6 +228,7 @@ def _place(vllm_config: Any, *, run_dir: str | None) -> Place:
         stage=pp.rank_in_group,
         run_dir=Path(run_dir) if run_dir else None,
         is_compiled=vllm_config.compilation_config.mode != CompilationMode.NONE,
+        num_local=parallel.local_world_size,
     )
 
 

@@ -1,12 +1,14 @@
 """What hotsplit does not serve under vLLM, each with its reason and the way out.
 
-Checked in the process that builds vLLM's configuration, before a worker starts. What only a layer can tell (a monolithic
-kernel, a quantisation that binds rows) is refused when the layer is built, with the same kind of error.
+Checked in the process that builds vLLM's configuration, before a worker starts: its arguments first, since vLLM switches
+some of them off by itself or fails without naming hotsplit's way out, and then what has become of them. What only a layer
+can tell (a monolithic kernel, a quantisation that binds rows) is refused when the layer is built, with the same kind of
+error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +21,16 @@ LOAD_FORMATS = frozenset(
 REFUSED_CALLS = (
     "sleep",
     "wake_up",
+    "discard",
     "reload_weights",
     "reset_weights",
     "init_weight_transfer_engine",
     "start_weight_update",
     "update_weights",
+    "save_sharded_state",
+    "save_tensorized_model",
 )
-"""Worker calls that would move or rewrite weights under hotsplit's rows."""
+"""Worker calls that would move or rewrite weights under hotsplit's rows, or save them in an order that is hotsplit's."""
 MAX_ROWS = 992
 """Most rows of a layer. vLLM's kernels pad the number of experts and want fewer than 1,024."""
 
@@ -44,6 +49,8 @@ class Refusal:
     """The way out."""
     applies: Callable[[Any], bool]
     """Whether a vLLM configuration asks for it."""
+    asked: Callable[[Any], bool] = lambda _: False
+    """Whether vLLM's arguments do, where it may never come to a configuration that does."""
 
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -58,6 +65,7 @@ REFUSALS: tuple[Refusal, ...] = (
         why="vLLM's load balancer moves experts between ranks itself",
         do="leave --enable-eplb out",
         applies=lambda config: config.parallel_config.enable_eplb,
+        asked=lambda arguments: arguments.enable_eplb,
     ),
     Refusal(
         what="--enable-expert-parallel",
@@ -76,6 +84,7 @@ REFUSALS: tuple[Refusal, ...] = (
         why="ranks of one group would route different tokens",
         do="leave --prefill-context-parallel-size out",
         applies=lambda config: config.parallel_config.prefill_context_parallel_size > 1,
+        asked=lambda arguments: arguments.prefill_context_parallel_size > 1,
     ),
     Refusal(
         what="sequence-parallel MoE",
@@ -88,12 +97,14 @@ REFUSALS: tuple[Refusal, ...] = (
         why="two halves of a step would be counted and published as one",
         do="leave --enable-dbo and --ubatch-size out",
         applies=lambda config: config.parallel_config.use_ubatching,
+        asked=lambda arguments: arguments.enable_dbo or arguments.ubatch_size > 1,
     ),
     Refusal(
         what="--distributed-executor-backend ray",
         why="settings, ranges and metrics are tested with vLLM's multiprocessing executor alone",
         do="use --distributed-executor-backend mp",
         applies=lambda config: _is_ray(config.parallel_config.distributed_executor_backend),
+        asked=lambda arguments: _is_ray(arguments.distributed_executor_backend),
     ),
     Refusal(
         what="--enable-lora",
@@ -106,6 +117,7 @@ REFUSALS: tuple[Refusal, ...] = (
         why="sleeping takes the memory away from under the rows",
         do="leave --enable-sleep-mode out",
         applies=lambda config: config.model_config.enable_sleep_mode,
+        asked=lambda arguments: arguments.enable_sleep_mode,
     ),
     Refusal(
         what="weight transfer",
@@ -118,6 +130,14 @@ REFUSALS: tuple[Refusal, ...] = (
         why="its loader does not read experts one by one through vLLM's expert map",
         do="use safetensors files and --load-format auto",
         applies=lambda config: str(config.load_config.load_format) not in LOAD_FORMATS,
+    ),
+    Refusal(
+        what="no size for the KV cache",
+        why="vLLM's CPU build would take all memory that it believes to be free, and count cold rows as used",
+        do="set VLLM_CPU_KVCACHE_SPACE to whole GiB, or --kv-cache-memory-bytes",
+        applies=lambda config: (
+            config.device_config.device_type == "cpu" and config.cache_config.kv_cache_memory_bytes is None
+        ),
     ),
     Refusal(
         what="a device other than the CPU",
@@ -138,9 +158,19 @@ def require_supported(vllm_config: Any) -> None:
     Raises:
         UnsupportedEngineError: What, why, and the way out.
     """
-    for refusal in REFUSALS:
-        if refusal.applies(vllm_config):
-            raise UnsupportedEngineError(refusal.what, got=refusal.why, do=refusal.do)
+    _refuse(refusal for refusal in REFUSALS if refusal.applies(vllm_config))
+
+
+def require_arguments(engine_args: Any) -> None:
+    """Refuse the first thing that is asked for and not served, before vLLM makes a configuration of it.
+
+    Args:
+        engine_args: vLLM's EngineArgs.
+
+    Raises:
+        UnsupportedEngineError: What, why, and the way out.
+    """
+    _refuse(refusal for refusal in REFUSALS if refusal.asked(engine_args))
 
 
 def require_rows(num_rows: int) -> None:
@@ -159,6 +189,11 @@ def require_rows(num_rows: int) -> None:
             wanted=f"at most {MAX_ROWS}, which vLLM's kernels take",
             do=f"set HOTSPLIT_DYNAMIC=0 if the model has {MAX_ROWS} experts; else {_STOCK}",
         )
+
+
+def _refuse(refusals: Iterable[Refusal]) -> None:
+    for refusal in refusals:
+        raise UnsupportedEngineError(refusal.what, got=refusal.why, do=refusal.do)
 
 
 def _is_ray(backend: object) -> bool:

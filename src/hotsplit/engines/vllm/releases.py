@@ -27,8 +27,8 @@ from typing import Any, Final, Literal
 from hotsplit.errors import UnsupportedEngineError
 from hotsplit.notices import Notice
 
-TESTED: Final = ("0.32.0",)
-"""Releases that the tests were run on."""
+TESTED: Final = ("0.32.0", "0.33.0")
+"""Releases that hotsplit was run on. Of 0.33.0 there is no CPU build: its Python was run over the libraries of 0.32.0's."""
 
 Kind = Literal["class", "function", "property", "field", "mapping", "absent"]
 

@@ -153,6 +153,7 @@ class Session:
                 yield
             self._start()
         except BaseException:
+            self.is_closed = True
             self._give_back()
             raise
 
@@ -186,7 +187,7 @@ class Session:
                 do="switch fused shared experts off, or run this model without hotsplit",
             )
         if self._memory is None or self._watch is None:
-            raise EngineError(f"{layer_name}", got="a layer that is built after its model was loaded")
+            raise EngineError(f"{layer_name}", got="a layer that is built outside of its model's load")
         self._names[index] = layer_name
         claim = Claim(
             layer_id=layer_id,
@@ -236,7 +237,8 @@ class Session:
             BudgetError: It has not; names the largest budget that fits.
         """
         if not self.is_stock:
-            planning.require_reserve(self._prepared.config, hot_bytes=self.banks.rows.hot_bytes)
+            num_ranks = self._prepared.place.num_local
+            planning.require_reserve(self._prepared.config, hot_bytes=self.banks.rows.hot_bytes, num_ranks=num_ranks)
 
     def close(self) -> None:
         """Save what was learned, stop the copies, give memory back; twice is harmless."""

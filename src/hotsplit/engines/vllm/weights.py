@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 ROW_MULTIPLE = 64
 """Bytes; a tensor whose rows are no multiple cannot start aligned and have its first cold row on a page edge."""
 _MAKERS = frozenset({torch.empty, torch.zeros, torch.ones, torch.full})
+_STOCK_CLASS = "RoutedExperts"
+"""The class of vLLM whose weight_loader asks for the row of every expert."""
 _WHOLE_TENSOR_FORMATS = frozenset({"gpt_oss_mxfp4"})
 """Quantisations whose stock loader copies all experts at once and never asks for a row."""
 
@@ -212,9 +214,11 @@ class LayerWeights:
     def _put_back(self) -> None:
         """What post-processing made goes into the ranges, row by row: no copy may span two memories."""
         claim = self._claim
-        spare = {tensor.data_ptr(): tensor for tensor in self._ranges}
+        # What the kernel has been given stays where it is, also where no parameter shows it any more.
+        given = {tensor.data_ptr() for tensor in self._given_to_kernel()}
+        spare = {tensor.data_ptr(): tensor for tensor in self._ranges if tensor.data_ptr() not in given}
         for _, parameter in self._owned():
-            spare.pop(parameter.data_ptr())
+            spare.pop(parameter.data_ptr(), None)
         for name, parameter in self._module.named_parameters(recurse=False):
             data = parameter.data
             row_bytes = math.prod(data.shape[1:]) * data.dtype.itemsize
@@ -239,16 +243,20 @@ class LayerWeights:
         for address, tensor in spare.items():
             if tensor.nbytes == data.nbytes:
                 del spare[address]
-                return tensor.view(data.dtype).view(data.shape)
+                return tensor.view(-1).view(data.dtype).view(data.shape)
         target = claim.memory.allocate(claim.layer_id, shape=tuple(data.shape), dtype=data.dtype)
         self._ranges.append(target)
         return target
 
     def _moving(self) -> Iterator[torch.Tensor]:
         """Every tensor that moves with a row: vLLM's own list, and what the kernel has been given beside it."""
-        num_rows = self._claim.num_rows
         yield from self._module.get_expert_weights()
+        yield from self._given_to_kernel()
+
+    def _given_to_kernel(self) -> Iterator[torch.Tensor]:
+        """Tensors of R rows in the kernel's own configuration."""
         config = getattr(self._module.quant_method, "moe_quant_config", None)
+        num_rows = self._claim.num_rows
         yield from (tensor for tensor in _tensors_in(config) if tensor.ndim and tensor.shape[0] == num_rows)
 
 
@@ -266,14 +274,27 @@ class _IntoRanges(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func in _MAKERS:
-            sizes = kwargs.get("size", args[0] if args and isinstance(args[0], tuple | list) else args)
-            dtype = kwargs.get("dtype") or torch.get_default_dtype()
-            is_shape = isinstance(sizes, tuple | list) and all(isinstance(size, int) for size in sizes)
-            tensor = self._weights.new_tensor(tuple(sizes), dtype=dtype) if is_shape else None
-            if tensor is not None:
-                return _filled(tensor, func=func, args=args, kwargs=kwargs)
-        return func(*args, **kwargs)
+        asked = _asked_for(func, args, kwargs) if func in _MAKERS else None
+        tensor = self._weights.new_tensor(asked[0], dtype=asked[1]) if asked else None
+        return func(*args, **kwargs) if tensor is None else _filled(tensor, func=func, args=args, kwargs=kwargs)
+
+
+def _asked_for(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[int, ...], torch.dtype] | None:
+    """Shape and dtype of a tensor that is made in memory; None for one that holds nothing (meta)."""
+    sizes = kwargs.get("size", args[0] if args and isinstance(args[0], tuple | list) else args)
+    is_shape = isinstance(sizes, tuple | list) and all(isinstance(size, int) for size in sizes)
+    if not is_shape or torch.device(kwargs.get("device") or torch.get_default_device()).type == "meta":
+        return None
+    dtype = kwargs.get("dtype")
+    if dtype is None:
+        dtype = torch.full((), _fill_value(args, kwargs)).dtype if func is torch.full else torch.get_default_dtype()
+    return tuple(sizes), dtype
+
+
+def _fill_value(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return kwargs["fill_value"] if "fill_value" in kwargs else args[1]
 
 
 def _filled(tensor: torch.Tensor, *, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
@@ -283,17 +304,15 @@ def _filled(tensor: torch.Tensor, *, func: Any, args: tuple[Any, ...], kwargs: M
     if func is torch.ones:
         tensor.fill_(1)
     if func is torch.full:
-        tensor.fill_(kwargs.get("fill_value", args[-1]))
+        tensor.fill_(_fill_value(args, kwargs))
     return tensor
 
 
 def _loads_whole_tensors(module: Any) -> bool:
     """Whether the model's loader copies [E, ...] at once: it has a loader of its own, or a format that does."""
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-
     config = module.quant_config
-    has_own = type(module).weight_loader is not RoutedExperts.weight_loader
-    return has_own or (config is not None and config.get_name() in _WHOLE_TENSOR_FORMATS)
+    owner = next((cls.__name__ for cls in type(module).__mro__ if "weight_loader" in vars(cls)), "")
+    return owner != _STOCK_CLASS or (config is not None and config.get_name() in _WHOLE_TENSOR_FORMATS)
 
 
 def _tensors_in(value: object, *, depth: int = 3) -> Iterator[torch.Tensor]:

@@ -24,12 +24,14 @@ class Copy:
     def __init__(self, layer: Any, *, apply: Callable[..., torch.Tensor], row_map_E: torch.Tensor) -> None:
         self._layer, self._apply = layer, apply
         self._rows = [rows_RN[row_map_E].clone() for rows_RN in layer.get_expert_weights()]
+        per_row = {name: value for name, value in layer.named_parameters() if len(value) == layer.local_num_experts}
+        self._has_biases = any(name.endswith("_bias") for name in per_row)
         self._stock = SimpleNamespace(
             activation=layer.activation,
             apply_router_weight_on_input=layer.apply_router_weight_on_input,
             global_num_experts=len(row_map_E),
             expert_map=None,
-            **{name: value[row_map_E].clone() for name, value in layer.named_parameters()},
+            **{name: value[row_map_E].clone() for name, value in per_row.items()},
         )
 
     def compute(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
@@ -40,7 +42,7 @@ class Copy:
             topk_weights: Router weights, [T, K].
             topk_ids: Expert ids, [T, K].
         """
-        if any("bias" in name for name in vars(self._stock)):
+        if self._has_biases:
             raise NotImplementedError("a kernel keeps biases to itself: they cannot be handed to it per call")
         return self._apply(self._stock, x, topk_weights, topk_ids, None, None)
 

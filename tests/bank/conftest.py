@@ -13,7 +13,7 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -49,5 +49,5 @@ def _failures(path: Path) -> tuple[dict[str, str], str]:
         environment = os.environ | {_VARIABLE: "1", "OMP_NUM_THREADS": "1"}  # noqa: TID251 - handed on
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=500)
         output = (done.stdout + done.stderr)[-5000:]
-        cases = ElementTree.parse(report).iter("testcase") if report.exists() else []
+        cases = ET.parse(report).iter("testcase") if report.exists() else []
         return {case.attrib["name"]: "\n".join(one.text or one.tag for one in case) for case in cases}, output

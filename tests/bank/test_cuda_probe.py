@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -256,9 +258,12 @@ def test_what_is_read_for_the_rate_are_the_cold_rows_alone():
 
 
 def test_the_rate_is_bytes_over_the_median_time_of_the_runs_after_the_first(monkeypatch):
-    ticks = iter([0.0, 2.0, 10.0, 11.0, 20.0, 24.0])
-    monkeypatch.setattr(cuda_probe.time, "perf_counter", lambda: next(ticks))
-    assert 4096 / 2.0 == summing_rate(torch.ones(4096, dtype=torch.uint8), repeats=3)
+    order, ticks = [], iter([0.0, 2.0, 10.0, 11.0, 20.0, 24.0])
+    sums = SimpleNamespace(item=lambda: order.append("read"))
+    tensor = SimpleNamespace(view=lambda dtype: SimpleNamespace(sum=lambda: sums), numel=lambda: 4096)
+    monkeypatch.setattr(cuda_probe.time, "perf_counter", lambda: order.append("tick") or next(ticks))
+    assert 4096 / 2.0 == summing_rate(tensor, repeats=3)
+    assert ["read", *["tick", "read", "tick"] * 3] == order
 
 
 def test_a_rate_on_this_machine_is_a_finite_number():

@@ -26,11 +26,6 @@ def made(driver, *, num_fast=2, shape=(5, 768), dtype=torch.uint8, host=NODE):
     return CudaRange(shape=shape, dtype=dtype, num_fast=num_fast, memory=memory_of(driver, host))
 
 
-def locations_of(driver, address, num_bytes):
-    """Where the first and the last byte lie."""
-    return [driver.location_at(address), driver.location_at(address + num_bytes - 1)]
-
-
 def names(driver):
     return [call.name for call in driver.calls]
 
@@ -63,6 +58,7 @@ def test_a_close_that_fails_gives_the_rest_back_and_the_next_one_finishes(at):
     with pytest.raises(BankError, match="address range cannot be given back: got .*OUT_OF_MEMORY"):
         held.close()
     assert (1, 0 if at == 3 else 1) == (driver.held.reservations, driver.held.mappings)
+    assert ("cuMemAddressFree" in names(driver)) == (at == 3)
     held.close()
     held.close()
     assert driver.held == NOTHING

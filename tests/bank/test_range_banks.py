@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hotsplit.bank.file_memory import FileMemory
 from hotsplit.bank.kernels import reference
 from hotsplit.bank.range_banks import RangeBankOptions, RangeBanks
 from hotsplit.bank.range_rows import RangeRows
@@ -35,7 +36,7 @@ class Bank:
         dynamic = options["dynamic"]
         self.layers = [place(hot, num_experts=E, spare=dynamic, inclusive=False, fixed=fixed) for hot in HOT]
         self.file = BankFile(folder)
-        self.rows = RangeRows(self.layers, file=self.file)
+        self.rows = RangeRows(self.layers, memory=FileMemory(self.file))
         self.tensors = [self._load(layer_id, layer) for layer_id, layer in enumerate(self.layers)]
         options = RangeBankOptions(**({"rebalance": EAGER} | options))
         self.banks = RangeBanks(self.rows, layers=self.layers, prior=prior, options=options)

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotsplit.bank import range_rows, ranges
+from hotsplit.bank import file_memory, range_rows, ranges
+from hotsplit.bank.file_memory import FileMemory
 from hotsplit.bank.range_rows import RangeRows
 from hotsplit.bank.ranges import BankFile
 from hotsplit.bank.residency import read_residency
@@ -37,7 +38,7 @@ def layers():
 
 @pytest.fixture
 def rows(layers, file):
-    rows = RangeRows(layers, file=file)
+    rows = RangeRows(layers, memory=FileMemory(file))
     yield rows
     rows.close()
 
@@ -145,7 +146,7 @@ def test_the_old_memory_is_gone_before_the_new_one_is_taken(rows, monkeypatch):
             assert not held._base
             super().__init__(**kwargs)
 
-    monkeypatch.setattr(range_rows, "StitchedRange", Watching)
+    monkeypatch.setattr(file_memory, "StitchedRange", Watching)
     assert (5, 8192) == tuple(rows.replace(0, weight, shape=(5, 8192), dtype=torch.uint8).shape)
 
 
@@ -225,7 +226,7 @@ def test_rows_come_to_lie_where_they_shall_and_others_stay(data, num_rows):
     layer = place(range(num_rows // 2), num_experts=num_rows, spare=False, inclusive=False)
     with tempfile.TemporaryDirectory() as folder:
         file = BankFile(Path(folder))
-        rows = RangeRows([layer], file=file)
+        rows = RangeRows([layer], memory=FileMemory(file))
         tensors, expected = make(rows, 0, num_rows=num_rows)
         rows.permute(0, rows=named, free_row=free_row)
         for one, tensor in zip(expected, tensors, strict=True):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from hotsplit.bank.file_memory import FileMemory
 from hotsplit.bank.range_rows import RangeRows
 from hotsplit.bank.range_swaps import RangeSwapBackend
 from hotsplit.bank.ranges import BankFile
@@ -27,7 +28,7 @@ class Bank:
     def __init__(self, folder, *, backend=RangeSwapBackend, side_streams=1):
         self.layers = [place(hot, num_experts=NUM_EXPERTS, spare=True, inclusive=False) for hot in HOT]
         self.file = BankFile(folder)
-        self.rows = RangeRows(self.layers, file=self.file)
+        self.rows = RangeRows(self.layers, memory=FileMemory(self.file))
         self.tensors = [self._load(layer_id) for layer_id in range(len(HOT))]
         row_bytes = [self.rows.row_bytes(layer_id) for layer_id in range(len(HOT))]
         self.router = Router(self.layers, row_bytes=row_bytes)

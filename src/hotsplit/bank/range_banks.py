@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hotsplit.bank.kernels.reference import redirect
 from hotsplit.bank.live import Live
 from hotsplit.bank.range_rows import RangeRows
 from hotsplit.bank.range_swaps import RangeSwapBackend
@@ -83,10 +82,6 @@ class RangeBanks:
         """Held while counters or row maps change: readers of other threads take it."""
         self._swaps: RangeSwapBackend | None = None
         self._step = 0
-        self._phase: Phase = "prefill"
-        self._is_stepping = False
-        self._padding_of: torch.Tensor | None = None
-        self._is_padding: torch.Tensor | None = None
         if options.dynamic:
             self._swaps = RangeSwapBackend(rows, router=self.router)
             self.swapper = Swapper(self._swaps, layouts=layers)
@@ -112,17 +107,14 @@ class RangeBanks:
             phase: Of the whole step.
         """
         self._step += 1
-        # An engine may write every mask into the same tensor: one that was looked at before is looked at again.
-        self._phase, self._is_stepping, self._padding_of = phase, True, None
+        self.router.begin_step(self._step, phase=phase)
         try:
             yield
         except BaseException:
-            self.router.discard()
+            self.router.abandon_step()
             raise
-        finally:
-            self._is_stepping = False
         with self.lock:
-            self.router.flush()
+            self.router.end_step()
 
     def route(self, layer_id: int, topk_ids: torch.Tensor, *, is_padding: torch.Tensor | None) -> torch.Tensor:
         """Count one layer's pairs and say in which rows they lie.
@@ -135,11 +127,7 @@ class RangeBanks:
         Returns:
             Row ids, [T, K], of the dtype of topk_ids.
         """
-        masked = self._mask(is_padding, num_tokens=topk_ids.shape[0])
-        if self._is_stepping:
-            self.router.stash(layer_id, topk_ids, is_padding=masked, phase=self._phase, step=self._step)
-        row_ids = self.router.remap(layer_id, topk_ids)
-        return row_ids if masked is None else redirect(row_ids, is_padding=masked)
+        return self.router.serve(layer_id, topk_ids, is_padding=is_padding)
 
     def close(self) -> None:
         """Stop the copies and let the memory go; twice is harmless."""
@@ -147,12 +135,3 @@ class RangeBanks:
             self._swaps.close()
             self._swaps = None
         self.rows.close()
-
-    def _mask(self, is_padding: torch.Tensor | None, *, num_tokens: int) -> torch.Tensor | None:
-        """The mask of these tokens; None where nothing is padding, found out once per step and not in every layer."""
-        if is_padding is None:
-            return None
-        if not self._is_stepping or is_padding is not self._padding_of:
-            self._padding_of = is_padding
-            self._is_padding = is_padding[:num_tokens] if bool(is_padding[:num_tokens].any()) else None
-        return self._is_padding

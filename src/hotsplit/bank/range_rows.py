@@ -11,10 +11,12 @@ Placement is exclusive (rows.py). The memory itself is ranges.py's; nothing here
     >>> import tempfile
     >>> from pathlib import Path
     >>> from hotsplit.bank.rows import place
+    >>> from hotsplit.bank.file_memory import FileMemory
+    >>> from hotsplit.bank.ranges import BankFile
     >>> layers = [place((1, 3), num_experts=4, spare=True, inclusive=False)]
     >>> folder = tempfile.TemporaryDirectory()
     >>> file = BankFile(Path(folder.name))
-    >>> rows = RangeRows(layers, file=file)
+    >>> rows = RangeRows(layers, memory=FileMemory(file))
     >>> weight = rows.allocate(0, shape=(5, 64), dtype=torch.uint8)
     >>> weight[:4] = torch.arange(4, dtype=torch.uint8)[:, None]  # a loader that knows of no row map
     >>> rows.register(0, [weight])
@@ -29,12 +31,12 @@ Placement is exclusive (rows.py). The memory itself is ranges.py's; nothing here
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from hotsplit.bank.ranges import ALIGNMENT, BankFile, StitchedRange, can_stitch
+from hotsplit.bank.row_memory import AddressRange, RowMemory
 from hotsplit.bank.rows import LayerRows
 from hotsplit.errors import BankError
 
@@ -47,19 +49,19 @@ class RangeRows:
 
     Args:
         layers: Row numbers per layer, exclusive, L of them.
-        file: Keeps the cold rows; stays the caller's to close, after this.
-        huge_pages: Ask for huge pages in fast memory.
+        memory: Makes the tensors; stays the caller's to close, after this.
     """
 
-    def __init__(self, layers: Sequence[LayerRows], *, file: BankFile, huge_pages: bool = True) -> None:
+    def __init__(self, layers: Sequence[LayerRows], *, memory: RowMemory) -> None:
         self._layers = tuple(layers)
-        self._file, self._huge_pages = file, huge_pages
-        self._ranges: dict[int, tuple[int, StitchedRange]] = {}  # address -> layer_id, range
+        self.memory = memory
+        """What rows are made of."""
+        self._ranges: dict[int, tuple[int, AddressRange]] = {}  # address -> layer_id, range
         self._tensors: dict[int, tuple[torch.Tensor, ...]] = {}  # layer_id -> registered, each [R, row bytes] uint8
         self._is_closed = False
 
     @property
-    def ranges(self) -> tuple[StitchedRange, ...]:
+    def ranges(self) -> tuple[AddressRange, ...]:
         """All that are open, in the order they were made."""
         return tuple(one for _, one in self._ranges.values())
 
@@ -89,13 +91,7 @@ class RangeRows:
             BankError: The shape is not of R rows, each a multiple of 64 bytes, or memory or disk do not suffice.
         """
         self._require_shape(layer_id, shape, dtype=dtype)
-        made = StitchedRange(
-            shape=tuple(shape),
-            dtype=dtype,
-            num_fast=self._layers[layer_id].first_cold,
-            file=self._file,
-            huge_pages=self._huge_pages,
-        )
+        made = self.memory.make(tuple(shape), dtype=dtype, num_fast=self._layers[layer_id].first_cold)
         self._ranges[made.address] = (layer_id, made)
         return made.tensor
 
@@ -156,7 +152,8 @@ class RangeRows:
             BankError: A tensor has not R rows that lie one behind the other in memory, or shares bytes with another.
         """
         num_rows = self._layer(layer_id).num_rows
-        views = [_row_bytes_view(tensor, layer_id=layer_id, num_rows=num_rows) for tensor in tensors if tensor.numel()]
+        given = [tensor for tensor in tensors if tensor.numel()]
+        views = [self._row_bytes_view(tensor, layer_id=layer_id, num_rows=num_rows) for tensor in given]
         distinct = {(view.data_ptr(), view.nbytes): view for view in views}
         end = 0
         for (start, num_bytes), view in sorted(distinct.items(), key=lambda item: item[0]):
@@ -248,7 +245,7 @@ class RangeRows:
             while self._ranges:
                 stack.callback(self._ranges.popitem()[1][1].close)
 
-    def _range_of(self, layer_id: int, tensor: torch.Tensor) -> StitchedRange:
+    def _range_of(self, layer_id: int, tensor: torch.Tensor) -> AddressRange:
         owner, found = self._ranges.get(tensor.data_ptr(), (None, None))
         if found is None or owner != layer_id:
             raise BankError(f"layer_id {layer_id}", got="another tensor", wanted="one that was allocated for it")
@@ -269,10 +266,20 @@ class RangeRows:
 
     def _require_shape(self, layer_id: int, shape: tuple[int, ...], *, dtype: torch.dtype) -> None:
         num_rows = self._layer(layer_id).num_rows
-        if not can_stitch(shape, dtype=dtype) or shape[0] != num_rows:
+        alignment = self.memory.alignment
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        if shape[:1] != (num_rows,) or not row_bytes or row_bytes % alignment:
             got = f"a tensor {tuple(shape)} of {dtype}"
-            wanted = f"{num_rows} rows, each a multiple of {ALIGNMENT} bytes"
+            wanted = f"{num_rows} rows, each a multiple of {alignment} bytes"
             raise BankError(f"layer_id {layer_id}", got=got, wanted=wanted, layer_id=layer_id)
+
+    def _row_bytes_view(self, tensor: torch.Tensor, *, layer_id: int, num_rows: int) -> torch.Tensor:
+        """A view of the tensor as [R, row bytes], uint8."""
+        is_whole = tensor.device.type == self.memory.device_type and tensor.is_contiguous()
+        if not is_whole or not tensor.dim() or tensor.shape[0] != num_rows:
+            wanted = f"{num_rows} rows that lie one behind the other in memory"
+            raise _wrong_tensor(tensor, layer_id=layer_id, wanted=wanted)
+        return tensor.data.view(num_rows, -1).view(torch.uint8)
 
     def _require_rows(self, layer_id: int, rows: Sequence[int]) -> None:
         num_rows = self._layer(layer_id).num_rows
@@ -282,21 +289,13 @@ class RangeRows:
 
     def _move(self, layer_id: int, moves: Sequence[tuple[int, int]]) -> None:
         """Copy rows, (source, target) one after the other, tensor by tensor."""
+        needs_outside = any(_OUTSIDE in move for move in moves)
         for tensor in self._registered(layer_id):
-            _move_rows(tensor, moves=moves)
-
-
-def _move_rows(tensor: torch.Tensor, *, moves: Sequence[tuple[int, int]]) -> None:
-    """Copy rows of one [R, row bytes] tensor.
-
-    NOTE: by address, not with Tensor.copy_. It too lets other threads run meanwhile, but minds no inference mode and no
-    autograd, in which engines make their tensors, and wakes no pool of compute threads for the sake of a side thread.
-    """
-    base, size = tensor.data_ptr(), tensor.shape[1]
-    outside = torch.empty(size if any(_OUTSIDE in move for move in moves) else 0, dtype=torch.uint8, device="cpu")
-    for source, target in moves:
-        addresses = [outside.data_ptr() if row == _OUTSIDE else base + row * size for row in (target, source)]
-        ctypes.memmove(addresses[0], addresses[1], size)
+            base, size = tensor.data_ptr(), tensor.shape[1]
+            outside = torch.empty(size if needs_outside else 0, dtype=torch.uint8, device=tensor.device)
+            address_of = {row: base + row * size for move in moves for row in move} | {_OUTSIDE: outside.data_ptr()}
+            addresses = [(address_of[target], address_of[source]) for source, target in moves]
+            self.memory.copy(addresses, num_bytes=size)
 
 
 def _moves(rows: Sequence[int], *, through: int) -> Iterator[tuple[int, int]]:
@@ -320,15 +319,6 @@ def _moves(rows: Sequence[int], *, through: int) -> Iterator[tuple[int, int]]:
             yield source, target
             target = source
         yield through, target
-
-
-def _row_bytes_view(tensor: torch.Tensor, *, layer_id: int, num_rows: int) -> torch.Tensor:
-    """A view of the tensor as [R, row bytes], uint8."""
-    is_whole = tensor.device.type == "cpu" and tensor.is_contiguous()
-    if not is_whole or not tensor.dim() or tensor.shape[0] != num_rows:
-        wanted = f"{num_rows} rows that lie one behind the other in memory"
-        raise _wrong_tensor(tensor, layer_id=layer_id, wanted=wanted)
-    return tensor.data.view(num_rows, -1).view(torch.uint8)
 
 
 def _wrong_tensor(tensor: torch.Tensor, *, layer_id: int, wanted: str) -> BankError:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +71,39 @@ class Counters:
         )
 
 
+class StepRouter(Protocol):
+    """What an engine with kernels of its own routes by: Router on a CPU, DeviceRouter on a GPU."""
+
+    row_map: torch.Tensor
+    """Row of every expert as the host knows it, [L, E], int64, on the CPU."""
+    counters: Counters
+    """Everything counted, as far as it is known."""
+
+    def begin_step(self, number: int, *, phase: Phase) -> None:
+        """Count what serve() routes from now on."""
+
+    def end_step(self) -> None:
+        """Count no more."""
+
+    def abandon_step(self) -> None:
+        """Count no more; the step broke off."""
+
+    def serve(self, layer_id: int, topk_ids: torch.Tensor, *, is_padding: torch.Tensor | None) -> torch.Tensor:
+        """Row ids for expert ids, [T, K]."""
+
+    def publish(self, layer_id: int, *, expert: int, row: int) -> None:
+        """Change one entry of the row map."""
+
+    def hot_mask(self) -> npt.NDArray[np.bool_]:
+        """Which experts are hot now, [L, E], bool."""
+
+    def flush(self) -> None:
+        """Bring the counters up to date, as far as that needs no waiting."""
+
+    def settle(self) -> None:
+        """Bring the counters up to date; may wait."""
+
+
 class Router:
     """The row maps and counters of all layers of one rank.
 
@@ -99,6 +132,8 @@ class Router:
         self._redirect_padding = redirect_padding
         self._stash: list[tuple[int, torch.Tensor]] = []
         self._stash_context: tuple[int, Phase, torch.Tensor | None] = (0, "decode", None)
+        self._serving: tuple[int, Phase] | None = None
+        self._mask_seen: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self.counters = Counters(
             counts={phase: np.zeros((num_layers, self._num_experts), np.int64) for phase in PHASES}
         )
@@ -164,6 +199,53 @@ class Router:
         """Forget the calls since the last flush."""
         self._stash = []
 
+    def begin_step(self, number: int, *, phase: Phase) -> None:
+        """Count what serve() routes from now on.
+
+        Args:
+            number: Of the engine step.
+            phase: Of the whole step.
+        """
+        # An engine may write every mask into the same tensor: one that was looked at before is looked at again.
+        self._serving, self._mask_seen = (number, phase), None
+
+    def end_step(self) -> None:
+        """Count no more, and bring the counters up to date."""
+        self._serving = None
+        self.flush()
+
+    def abandon_step(self) -> None:
+        """Count no more, and forget the step: it broke off, and half a step's counts would fit nothing."""
+        self._serving = None
+        self.discard()
+
+    def serve(self, layer_id: int, topk_ids: torch.Tensor, *, is_padding: torch.Tensor | None) -> torch.Tensor:
+        """Say in which rows an engine's ids lie, and count them where a step runs.
+
+        Args:
+            layer_id: Ordinal among MoE layers.
+            topk_ids: Expert ids, [T, K], as remap() takes them.
+            is_padding: The engine's own mask, at least [T], bool, one for all layers of a step; None for none.
+
+        Returns:
+            Row ids, [T, K], of the dtype of topk_ids.
+        """
+        masked = self._masked(is_padding, num_tokens=topk_ids.shape[0])
+        if self._serving is not None:
+            number, phase = self._serving
+            self.stash(layer_id, topk_ids, is_padding=masked, phase=phase, step=number)
+        row_ids = self.remap(layer_id, topk_ids)
+        return row_ids if masked is None else reference.redirect(row_ids, is_padding=masked)
+
+    def _masked(self, is_padding: torch.Tensor | None, *, num_tokens: int) -> torch.Tensor | None:
+        """The mask of these tokens; None where nothing is padding, found out once per step and not in every layer."""
+        if is_padding is None:
+            return None
+        if self._serving is None or self._mask_seen is None or is_padding is not self._mask_seen[0]:
+            mask_T = is_padding[:num_tokens]
+            self._mask_seen = (is_padding, mask_T if bool(mask_T.any()) else None)
+        return self._mask_seen[1]
+
     def publish(self, layer_id: int, *, expert: int, row: int) -> None:
         """Change one entry of the row map, in place, between steps.
 
@@ -201,6 +283,10 @@ class Router:
             seen = StepRouting(step=step, phase=phase, layer_ids=layer_ids, topk_ids=ids, is_padding=is_padding)
             for observe in self.observers:
                 observe(seen)
+
+    def settle(self) -> None:
+        """The same: on a CPU nothing is ever waited for."""
+        self.flush()
 
     def _count(
         self, stash: Sequence[tuple[int, torch.Tensor]], *, is_padding: torch.Tensor | None

@@ -36,6 +36,7 @@ NumaPolicy: TypeAlias = Literal["preferred", "bind", "off"]
 
 _ROOT: Final = Path("/")
 _MODES: Final[Mapping[NumaPolicy, int]] = {"off": 0, "preferred": 1, "bind": 2}
+_LEFT_ALONE: Final = "cold rows lie where the kernel puts them"
 _MASK_WORDS: Final = 16
 _MASK_BITS: Final = 64 * _MASK_WORDS + 1  # the kernel counts one less
 
@@ -136,7 +137,9 @@ def choose_placement(
     if wanted == "off":
         return NO_PLACEMENT, []
     if not hosts:
-        return _unplaced(wanted, name="numa-none", found="this kernel tells of no NUMA nodes")
+        found = "this kernel tells of no NUMA nodes"
+        _refuse_bind(wanted, found=found)
+        return NO_PLACEMENT, [Notice(name="numa-none", text=f"{found}; {_LEFT_ALONE}", strict=False)]
     if len(hosts) == 1:
         text = f"one NUMA node, so HOTSPLIT_NUMA_POLICY={wanted} has nothing to choose from"
         notices = [Notice(name="numa-one-node", text=text, strict=False)] if len(nodes) == 1 else []
@@ -145,7 +148,8 @@ def choose_placement(
     near = driver_node if near is None and driver_node is not None and driver_node >= 0 else near
     if near not in [node.number for node in nodes]:
         found = f"the NUMA node of GPU {bus_id} is unknown" if near is None else f"GPU {bus_id} names node {near}"
-        return _unplaced(wanted, name="numa-unknown-node", found=found)
+        _refuse_bind(wanted, found=found)
+        return NO_PLACEMENT, [Notice(name="numa-unknown-node", text=f"{found}; {_LEFT_ALONE}", strict=False)]
     node = _nearest(hosts, near=near, nodes=nodes)
     text = f"node {near} of GPU {bus_id} has no CPUs or no memory of its own; its cold rows go to node {node}"
     notices = [Notice(name="numa-nearest-node", text=text, strict=False)] if node != near else []
@@ -223,11 +227,10 @@ def _require_policy(policy: str) -> NumaPolicy:
     raise BankError("NUMA policy", got=repr(policy), wanted=", ".join(_MODES))
 
 
-def _unplaced(policy: NumaPolicy, *, name: str, found: str) -> tuple[Placement, list[Notice]]:
+def _refuse_bind(policy: NumaPolicy, *, found: str) -> None:
     if policy == "bind":
         do = "set HOTSPLIT_NUMA_POLICY=preferred or off"
         raise BankError("HOTSPLIT_NUMA_POLICY=bind", got=found, wanted="a node to bind to", do=do)
-    return NO_PLACEMENT, [Notice(name=name, text=f"{found}; cold rows lie where the kernel puts them", strict=False)]
 
 
 def _nearest(hosts: list[NumaNode], *, near: int, nodes: tuple[NumaNode, ...]) -> int:

@@ -183,8 +183,9 @@ def on_vllm(test):
 
 
 @pytest.fixture
-def arguments(tiny_moe):
+def arguments(tiny_moe, monkeypatch):
     """arguments(enable_lora=True) -> vLLM's EngineArgs for the bundled model."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     arg_utils = pytest.importorskip("vllm.engine.arg_utils")
     return lambda **given: arg_utils.EngineArgs(model=str(tiny_moe), max_model_len=64, **given)
 

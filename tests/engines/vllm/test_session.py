@@ -11,9 +11,10 @@ import torch
 
 from engines.vllm import toy_experts
 from engines.vllm.toy_experts import W2_BYTES, W13_BYTES, E, expected, forward
+from hotsplit.bank import file_memory
 from hotsplit.config import HotsplitConfig
-from hotsplit.engines.vllm import announce, tuned
 from hotsplit.engines.vllm import session as sessions
+from hotsplit.engines.vllm import tuned
 from hotsplit.engines.vllm.experts import HotsplitExperts
 from hotsplit.engines.vllm.planning import Place, Prepared
 from hotsplit.errors import BankError, EngineError, UnsupportedEngineError
@@ -152,7 +153,7 @@ def test_a_layer_that_is_missing_stops_the_start_and_leaves_nothing(begin):
 
 def test_rows_that_do_not_lie_where_the_plan_wants_them_stop_the_start(begin, monkeypatch):
     where = SimpleNamespace(misplaced_bytes=4096, hot_other_bytes=4096, cold_anonymous_bytes=0)
-    monkeypatch.setattr(announce, "read_residency", lambda ranges: where)
+    monkeypatch.setattr(file_memory, "read_residency", lambda ranges: where)
     session = begin()
     with pytest.raises(BankError, match="where the rows lie: got 0.0 MiB of hot rows outside of memory of their own"):
         load(session)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import torch
 
+from hotsplit.bank.file_memory import FileMemory
 from hotsplit.bank.range_rows import RangeRows
 from hotsplit.bank.ranges import BankFile
 from hotsplit.bank.rows import place
@@ -137,7 +138,7 @@ class Layer:
     def __init__(self, folder, module, *, dynamic=True, fixed=0, row_bytes=W13_BYTES + W2_BYTES):
         self.rows = place(HOT, num_experts=E, spare=dynamic, inclusive=False, fixed=fixed)
         self.file = BankFile(folder)
-        self.memory = RangeRows([self.rows], file=self.file)
+        self.memory = RangeRows([self.rows], memory=FileMemory(self.file))
         self.watch = LoadWatch("experts", total_bytes=1, num_layers=1, available=lambda: None)
         self.module = module
         claim = Claim(

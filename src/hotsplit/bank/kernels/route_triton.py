@@ -102,10 +102,10 @@ def _route_kernel(  # noqa: PLR0913, PLR0917 - a launch passes arguments by posi
             source = tl.where(is_real, token, first)
     has_source = is_pair & (source < num_tokens)
     expert = tl.load(ids_ptr + source.to(tl.int64) * ids_stride_T + place * ids_stride_K, mask=has_source, other=0)
-    # Looked at before it is an index: -1 and other sentinels stay what they are.
+    # Looked at before it is an index: -1 and other sentinels stay what they are. Where no token is real, 0 stays 0.
     is_mapped = has_source & (expert >= 0) & (expert < num_mapped)
     row = tl.load(map_ptr + expert, mask=is_mapped, other=0).to(expert.dtype)
-    row = tl.where(is_mapped | (source >= num_tokens), row, expert)
+    row = tl.where(is_mapped, row, expert)
     tl.store(rows_ptr + pair, row, mask=is_pair)
 
     step = tl.load(step_ptr)

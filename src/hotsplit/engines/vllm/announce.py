@@ -8,9 +8,7 @@ from typing import Any
 
 from hotsplit.bank.range_rows import RangeRows
 from hotsplit.bank.record import RunFacts
-from hotsplit.bank.residency import read_residency
 from hotsplit.engines.vllm.planning import Prepared
-from hotsplit.errors import BankError
 from hotsplit.notices import Notice
 from hotsplit.units import gib
 
@@ -34,15 +32,7 @@ def loaded(
     """
     for notice in notices:
         logger.warning("hotsplit: %s", notice)
-    where = read_residency(memory.ranges)
-    if where.misplaced_bytes:
-        raise BankError(
-            "where the rows lie",
-            got=f"{gib(where.hot_other_bytes)} of hot rows outside of memory of their own and "
-            f"{gib(where.cold_anonymous_bytes)} of cold rows in it",
-            wanted="hot rows in memory, cold rows in the bank file",
-            do="report this, with the output of `uname -a` and the file system of HOTSPLIT_BANK_DIR",
-        )
+    memory.memory.require_placed(memory.ranges)
     if left_alone:
         logger.info("left alone, as they are no layers of the plan: %s", ", ".join(left_alone))
     logger.info("%s", _effective(prepared, memory=memory, facts=facts))

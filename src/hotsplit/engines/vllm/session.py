@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from hotsplit.bank.file_memory import FileMemory
 from hotsplit.bank.range_banks import RangeBankOptions, RangeBanks
 from hotsplit.bank.range_rows import RangeRows
 from hotsplit.bank.ranges import BankFile
@@ -146,7 +147,7 @@ class Session:
             return
         stage, config = self._prepared.stage, self._prepared.config
         self._file = BankFile(config.bank_path)
-        self._memory = RangeRows(self._prepared.rows, file=self._file, huge_pages=HUGE_PAGES)
+        self._memory = RangeRows(self._prepared.rows, memory=FileMemory(self._file, huge_pages=HUGE_PAGES))
         total = self._prepared.expert_bytes
         try:
             with LoadWatch("experts", total_bytes=total, num_layers=len(stage.layers)) as self._watch:

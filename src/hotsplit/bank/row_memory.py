@@ -1,0 +1,82 @@
+"""What rows are made of: the border between row numbers (range_rows.py) and memory (ranges.py, cuda_ranges.py).
+
+A memory makes tensors whose first rows are fast and whose others are slow, and moves bytes between any two of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+
+class AddressRange(Protocol):
+    """One tensor in two memories, at one address for as long as it is open."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """All rows, [R, ...]; must not be touched after close()."""
+
+    @property
+    def address(self) -> int:
+        """Where the tensor starts."""
+
+    @property
+    def fast_bytes(self) -> int:
+        """Bytes of fast memory taken, whole pages."""
+
+    @property
+    def slow_bytes(self) -> int:
+        """Bytes of slow memory taken, whole pages."""
+
+    def evict(self) -> None:
+        """Let cold rows go from RAM where a disk keeps them; nothing where none does."""
+
+    def close(self) -> None:
+        """Give the memory back; twice is harmless."""
+
+
+class RowMemory(Protocol):
+    """Where the ranges of one rank get their pages."""
+
+    @property
+    def alignment(self) -> int:
+        """Bytes that a row must be a multiple of."""
+
+    @property
+    def device_type(self) -> str:
+        """Of the tensors it makes ("cpu", "cuda")."""
+
+    def make(self, shape: tuple[int, ...], *, dtype: torch.dtype, num_fast: int) -> AddressRange:
+        """Make a range; its bytes are anything, as torch.empty's.
+
+        Args:
+            shape: [R, ...], of rows that are a multiple of `alignment`.
+            dtype: Of its elements.
+            num_fast: Rows in fast memory, 0 to R.
+
+        Raises:
+            BankError: Memory does not suffice; nothing is held then.
+        """
+
+    def copy(self, moves: Sequence[tuple[int, int]], *, num_bytes: int) -> None:
+        """Copy bytes, one move after the other; they are done when it returns.
+
+        Args:
+            moves: Target and source address of each.
+            num_bytes: Of every move; none of them spans two memories.
+
+        Raises:
+            BankError: A copy failed.
+        """
+
+    def require_placed(self, ranges: Sequence[AddressRange]) -> None:
+        """Look where the rows really lie: what is effective, not what was asked for.
+
+        Args:
+            ranges: That this memory made.
+
+        Raises:
+            BankError: A row does not lie where it should.
+        """

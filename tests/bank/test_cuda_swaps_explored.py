@@ -267,11 +267,13 @@ def test_dropping_w1_or_w3_is_found_under_the_products_rule_too(name, side_strea
     assert "written to" in str(finding.violation)
 
 
-@pytest.mark.parametrize("layouts", [(exclusive(3, hot=1),), (exclusive(3, hot=2),), TWO_LAYERS])
+@pytest.mark.parametrize(
+    ("layouts", "launch_ahead"), [((exclusive(3, hot=1),), 2), ((exclusive(3, hot=2),), 2), (TWO_LAYERS, 1)]
+)
 @pytest.mark.parametrize("name", ["w2", "w4"])
-def test_dropping_w2_or_w4_is_harmless_once_a_query_has_said_done(name, layouts):
-    finding = explore(Scenario(layouts=layouts, launch_ahead=1, backend=machine(dropping(name))))
-    require_sound(finding, min_states=200, min_swaps=24)
+def test_dropping_w2_or_w4_is_harmless_once_a_query_has_said_done(name, layouts, launch_ahead):
+    scenario = Scenario(layouts=layouts, launch_ahead=launch_ahead, backend=machine(dropping(name)))
+    require_sound(explore(scenario), min_states=400, min_swaps=24)
 
 
 @pytest.mark.parametrize("publish", ["done", "enqueued"])

@@ -5,6 +5,7 @@ The interpreter multiplies and adds in float32 as the twin does, in another orde
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 
 import pytest
@@ -112,10 +113,34 @@ def test_what_has_no_row_adds_nothing(num_tokens):
 
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_ids_weights_and_tokens_may_have_any_layout(num_tokens):
-    hidden, ids, weights = random_tokens(num_tokens, dtype=torch.float32)
-    wide = torch.stack([hidden, hidden], dim=-1)[..., 0]
-    apart = (wide, ids.int().t().contiguous().t(), weights.bfloat16())
-    require_close(random_experts(), apart)
+    hidden, ids, weights = random_tokens(num_tokens)
+    rows = random_experts().placed(ROW_MAP, num_rows=NUM_ROWS)
+    wanted = reference.experts(hidden, row_ids=rows_of(ids), topk_weights=weights, rows=rows)
+    wide, ids_KT, weights_KT = torch.stack([hidden, hidden], dim=-1), rows_of(ids).int().t(), weights.t()
+    found = rows_triton.experts(
+        wide[..., 0], row_ids=ids_KT.contiguous().t(), topk_weights=weights_KT.contiguous().t(), rows=rows
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_pairs_without_a_row_are_not_computed(num_tokens, monkeypatch):
+    """Their row would be -1: whatever lies before the rows."""
+    allocated, new_empty = [], torch.Tensor.new_empty
+
+    def remember(*args, **options):
+        allocated.append(new_empty(*args, **options))
+        return allocated[-1]
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", remember)
+    hidden, ids, weights = random_tokens(num_tokens)
+    ids[0, 1], ids[-1, 2] = -1, -1
+    placed = random_experts().placed(ROW_MAP, num_rows=NUM_ROWS)
+    up, down = (torch.cat([torch.zeros_like(one[:1]), one])[1:] for one in (placed.up, placed.down))
+    rows = dataclasses.replace(placed, up=up, down=down)
+    rows_triton.experts(hidden, row_ids=rows_of(ids), topk_weights=weights, rows=rows)
+    inner, results = allocated[:2]  # the interpreter's own come after
+    assert (ids < 0).flatten().tolist() == inner.isnan().all(dim=1).tolist() == results.isnan().all(dim=1).tolist()
 
 
 def test_tokens_that_are_sent_to_one_tokens_experts_are_computed():

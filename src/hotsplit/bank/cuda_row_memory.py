@@ -32,6 +32,7 @@ class CudaRowMemory:
     """
 
     alignment = ALIGNMENT
+    copies_rows_alone = True
 
     def __init__(
         self, memory: CudaMemory, *, device_type: str = "cuda", synchronise: Callable[[], None] | None = None

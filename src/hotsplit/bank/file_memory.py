@@ -27,6 +27,7 @@ class FileMemory:
 
     alignment = ALIGNMENT
     device_type = "cpu"
+    copies_rows_alone = False
 
     def __init__(self, file: BankFile, *, huge_pages: bool = True) -> None:
         self._file, self._huge_pages = file, huge_pages

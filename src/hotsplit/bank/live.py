@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hotsplit.bank.route import PHASES, Counters, Phase, Router
+from hotsplit.bank.route import PHASES, Counters, Phase, StepRouter
 from hotsplit.bank.swap import Swapper
 from hotsplit.errors import BankError, HotsplitError
 from hotsplit.metrics import UpdateLine
@@ -102,7 +102,7 @@ class Live:
 
     def __init__(
         self,
-        router: Router,
+        router: StepRouter,
         *,
         plan_shares: FloatArray | None,
         row_bytes: Sequence[int],

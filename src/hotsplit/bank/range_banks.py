@@ -23,9 +23,9 @@ import numpy.typing as npt
 import torch
 
 from hotsplit.bank.live import Live
+from hotsplit.bank.range_devices import ClosableSwaps, HostDevice, RangeDevice
 from hotsplit.bank.range_rows import RangeRows
-from hotsplit.bank.range_swaps import RangeSwapBackend
-from hotsplit.bank.route import Phase, Router
+from hotsplit.bank.route import Phase
 from hotsplit.bank.rows import LayerRows
 from hotsplit.bank.swap import Swapper
 from hotsplit.plan.rebalance import RebalanceOptions, Rebalancer
@@ -57,6 +57,7 @@ class RangeBanks:
         layers: Row numbers per layer, exclusive, L of them.
         prior: Counts that the plan was made from, [L, E]; None where there were none.
         options: Behaviour.
+        device: Where steps run; None for the CPU.
     """
 
     def __init__(
@@ -66,11 +67,15 @@ class RangeBanks:
         layers: Sequence[LayerRows],
         prior: npt.NDArray[np.float64] | None,
         options: RangeBankOptions,
+        device: RangeDevice | None = None,
     ) -> None:
+        device = device or HostDevice()
         self.rows = rows
         """Memory behind the rows."""
         row_bytes = [rows.row_bytes(layer_id) for layer_id in range(len(layers))]
-        self.router = Router(layers, row_bytes=row_bytes, copies_ids=options.copies_ids)
+        self.router = device.router(
+            layers, row_bytes=row_bytes, dyn_steps=options.dyn_steps, copies_ids=options.copies_ids
+        )
         """Row maps and counters."""
         self.live = Live(
             self.router, plan_shares=prior, row_bytes=row_bytes, dyn_steps=options.dyn_steps, rank=options.rank
@@ -80,10 +85,10 @@ class RangeBanks:
         """Moves rows; None in static mode."""
         self.lock = threading.Lock()
         """Held while counters or row maps change: readers of other threads take it."""
-        self._swaps: RangeSwapBackend | None = None
+        self._swaps: ClosableSwaps | None = None
         self._step = 0
         if options.dynamic:
-            self._swaps = RangeSwapBackend(rows, router=self.router)
+            self._swaps = device.swaps(rows, router=self.router)
             self.swapper = Swapper(self._swaps, layouts=layers)
             rebalancer = Rebalancer(
                 hot=self.router.hot_mask(), prior=prior, top_k=options.top_k, options=options.rebalance

@@ -173,6 +173,17 @@ class RangeRows:
         """
         return sum(tensor.shape[1] for tensor in self._registered(layer_id))
 
+    def tensors(self, layer_id: int) -> list[tuple[int, int]]:
+        """What a row is made of: address of row 0 and bytes per row, of every registered tensor.
+
+        Args:
+            layer_id: Ordinal among MoE layers.
+
+        Raises:
+            BankError: Nothing is registered.
+        """
+        return [(tensor.data_ptr(), tensor.shape[1]) for tensor in self._registered(layer_id)]
+
     def copy_row(self, layer_id: int, *, source_row: int, target_row: int) -> int:
         """Copy one row, all of its tensors.
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 
 from hotsplit.bank.range_rows import RangeRows
-from hotsplit.bank.route import Router
+from hotsplit.bank.route import StepRouter
 from hotsplit.bank.swap import Stream, WaitName
 from hotsplit.errors import SwapError
 
@@ -27,7 +27,7 @@ class RangeSwapBackend:
         router: Owns the row maps that a publish writes to.
     """
 
-    def __init__(self, rows: RangeRows, *, router: Router) -> None:
+    def __init__(self, rows: RangeRows, *, router: StepRouter) -> None:
         self._rows = rows
         self._router = router
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hotsplit-side")

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from hotsplit.bank.live import Live
-from hotsplit.bank.route import PHASES, Router
+from hotsplit.bank.route import PHASES, StepRouter
 from hotsplit.errors import HotsplitError
 from hotsplit.metrics import MetricsSnapshot, write_snapshot
 from hotsplit.plan.histogram import Histogram, PhaseCounts
@@ -67,7 +67,7 @@ class Record:
         facts: The rest.
     """
 
-    def __init__(self, router: Router, *, live: Live, facts: RunFacts) -> None:
+    def __init__(self, router: StepRouter, *, live: Live, facts: RunFacts) -> None:
         self._router, self._live, self.facts = router, live, facts
         self._saved_at = time.monotonic()
 

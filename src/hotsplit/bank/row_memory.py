@@ -48,6 +48,10 @@ class RowMemory(Protocol):
     def device_type(self) -> str:
         """Of the tensors it makes ("cpu", "cuda")."""
 
+    @property
+    def copies_rows_alone(self) -> bool:
+        """Whether no copy or fill may span both memories, so that whole tensors must be written row by row."""
+
     def make(self, shape: tuple[int, ...], *, dtype: torch.dtype, num_fast: int) -> AddressRange:
         """Make a range; its bytes are anything, as torch.empty's.
 

@@ -12,6 +12,7 @@ import torch
 from engines.vllm import toy_experts
 from engines.vllm.toy_experts import W2_BYTES, W13_BYTES, E, expected, forward
 from hotsplit.bank import file_memory
+from hotsplit.bank.ranges import BankFile
 from hotsplit.config import HotsplitConfig
 from hotsplit.engines.vllm import session as sessions
 from hotsplit.engines.vllm import tuned
@@ -25,6 +26,7 @@ from plan_builders import sizes_of
 
 LAYERS = (3, 4)
 SIZES = sizes_of([W13_BYTES + W2_BYTES] * 2, num_experts=E, top_k=2, first_layer=3)
+FILES = []
 NAME = "model.layers.{}.mlp.experts".format
 
 
@@ -72,7 +74,10 @@ def prepared(folder, *, is_stock=False, **more):
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    """No vLLM to look into, and no session of another test."""
+    """No vLLM to look into, no session of another test, and an eye on the bank files that are made."""
+    FILES.clear()
+    init = BankFile.__init__
+    monkeypatch.setattr(BankFile, "__init__", lambda self, folder: (FILES.append(self), init(self, folder))[1])
     monkeypatch.setattr(sessions, "_current", None)
     monkeypatch.setattr(sessions, "_padding_mask", lambda: None)
     monkeypatch.setattr(tuned, "use_stock_counts", lambda counts: [])
@@ -139,8 +144,8 @@ def test_layers_that_are_not_of_the_plan_run_stock_and_are_named(begin, caplog):
 
 
 def require_nothing_left(session):
-    assert (-1, ()) == (session._file.handle, session._memory.ranges)
-    assert 0 == session._file.num_bytes
+    (file,) = FILES
+    assert (-1, 0, ()) == (file.handle, file.num_bytes, session._memory.ranges)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("hotsplit-")]
 
 

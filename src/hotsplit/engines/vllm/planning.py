@@ -56,6 +56,8 @@ class Place:
     """Folder for snapshots."""
     is_compiled: bool
     """Whether vLLM compiles the model."""
+    device_type: str = "cpu"
+    """Of the worker: "cpu" or "cuda"."""
     num_local: int = 1
     """Ranks on this host."""
 
@@ -228,6 +230,7 @@ def _place(vllm_config: Any, *, run_dir: str | None) -> Place:
         stage=pp.rank_in_group,
         run_dir=Path(run_dir) if run_dir else None,
         is_compiled=vllm_config.compilation_config.mode != CompilationMode.NONE,
+        device_type=str(vllm_config.device_config.device_type),
         num_local=parallel.local_world_size,
     )
 

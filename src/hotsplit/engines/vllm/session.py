@@ -22,13 +22,12 @@ from typing import Any
 
 import torch
 
-from hotsplit.bank.file_memory import FileMemory
 from hotsplit.bank.range_banks import RangeBankOptions, RangeBanks
 from hotsplit.bank.range_rows import RangeRows
-from hotsplit.bank.ranges import BankFile
 from hotsplit.bank.record import Record, RunFacts
 from hotsplit.bank.route import Phase
 from hotsplit.engines.vllm import announce, planning, tuned
+from hotsplit.engines.vllm.backends import Backend, BackendOptions, open_backend
 from hotsplit.engines.vllm.planning import Prepared
 from hotsplit.engines.vllm.selector import decoder_index, is_other_stack, match_layers, require_real
 from hotsplit.engines.vllm.selftest import Prover
@@ -42,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 HUGE_PAGES = True
 """Ask for huge pages behind hot rows. A module constant, not a setting: only a fair benchmark wants them off."""
-BACKEND = "cpu-twin"
 TELL_EVERY_S = 5.0
 """Seconds between two looks at whether the snapshot file is out of date."""
 
@@ -106,7 +104,7 @@ class Session:
         self._names: dict[int, str] = {}
         self._claims: dict[str, Claim] = {}
         self._memory: RangeRows | None = None
-        self._file: BankFile | None = None
+        self._backend: Backend | None = None
         self._banks: RangeBanks | None = None
         self._record: Record | None = None
         self._teller: _Teller | None = None
@@ -146,8 +144,10 @@ class Session:
             yield
             return
         stage, config = self._prepared.stage, self._prepared.config
-        self._file = BankFile(config.bank_path)
-        self._memory = RangeRows(self._prepared.rows, memory=FileMemory(self._file, huge_pages=HUGE_PAGES))
+        device_type = self._prepared.place.device_type
+        options = BackendOptions(bank_dir=config.bank_path, numa_policy=config.numa_policy, huge_pages=HUGE_PAGES)
+        self._backend = open_backend(device_type, options=options)
+        self._memory = RangeRows(self._prepared.rows, memory=self._backend.memory)
         total = self._prepared.expert_bytes
         try:
             with LoadWatch("experts", total_bytes=total, num_layers=len(stage.layers)) as self._watch:
@@ -265,7 +265,7 @@ class Session:
         match_layers(self._found, expected=stage.layers).require_all()
         self.layers.sort(key=lambda module: module.hotsplit_layer_id)
         require_real(dict(_tensors_of(self.layers)))
-        if self._memory is None:
+        if self._memory is None or self._backend is None:
             raise EngineError("the rows of this worker", got="no memory")
         options = RangeBankOptions(
             top_k=prepared.top_k,
@@ -276,7 +276,9 @@ class Session:
             copies_ids=prepared.place.is_compiled,
         )
         prior = None if prepared.choice.prior is None else stage.rows_of(prepared.choice.prior)
-        self._banks = RangeBanks(self._memory, layers=prepared.rows, prior=prior, options=options)
+        self._banks = RangeBanks(
+            self._memory, layers=prepared.rows, prior=prior, options=options, device=self._backend.device
+        )
         row_bytes = [self._memory.row_bytes(layer_id) for layer_id in range(len(stage.layers))]
         sizes, notices = prepared.with_real_rows(row_bytes, hot_bytes=self._memory.hot_bytes)
         facts = RunFacts(
@@ -285,7 +287,7 @@ class Session:
             budget_bytes=stage.budget_bytes,
             hot_bytes=self._memory.hot_bytes,
             dynamic=config.dynamic,
-            backend=BACKEND,
+            backend=self._backend.name,
             learn_into=config.state_path if prepared.is_learning else None,
             run_dir=prepared.place.run_dir,
             rank=prepared.place.rank,
@@ -308,8 +310,8 @@ class Session:
             self._banks.close()
         elif self._memory is not None:
             self._memory.close()
-        if self._file is not None:
-            self._file.close()
+        if self._backend is not None:
+            self._backend.close()
 
 
 class _Teller:
@@ -331,6 +333,7 @@ class _Teller:
         """Stop, and save once more."""
         self._ended.set()
         self._thread.join()
+        self._banks.router.settle()
         self._record.save(self._banks.lock)
 
     def _run(self) -> None:

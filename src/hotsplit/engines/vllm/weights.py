@@ -24,8 +24,6 @@ from hotsplit.host.progress import LoadWatch
 
 logger = logging.getLogger(__name__)
 
-ROW_MULTIPLE = 64
-"""Bytes; a tensor whose rows are no multiple cannot start aligned and have its first cold row on a page edge."""
 _MAKERS = frozenset({torch.empty, torch.zeros, torch.ones, torch.full})
 _STOCK_CLASS = "RoutedExperts"
 """The class of vLLM whose weight_loader asks for the row of every expert."""
@@ -101,6 +99,7 @@ class LayerWeights:
             with _IntoRanges(self):
                 create(*args, **kwargs)
             if self._in_order:
+                self._require_whole_copies()
                 self._hide_last_rows()
 
         def process_weights_after_loading(layer: Any) -> None:
@@ -150,7 +149,8 @@ class LayerWeights:
 
     def _is_split(self, row_bytes: int) -> bool:
         """Whether a kind of tensor goes into the mixed range: 1 % or more of an expert, in rows that can be aligned."""
-        return row_bytes * 100 >= self._claim.row_bytes and row_bytes % ROW_MULTIPLE == 0
+        claim = self._claim
+        return row_bytes * 100 >= claim.row_bytes and row_bytes % claim.memory.memory.alignment == 0
 
     def _finish(self, layer: Any, process: Callable[[Any], None]) -> None:
         """Everything after the last weight of the layer has been read."""
@@ -168,6 +168,8 @@ class LayerWeights:
         if rows.spare_row is not None:
             # Loaders leave it empty; a kernel may pack, scale or check it like any other row.
             memory.copy_row(claim.layer_id, source_row=rows.row_map[0], target_row=rows.spare_row)
+        if memory.memory.copies_rows_alone:
+            self._take_out()
         process(layer)
         self._put_back()
         memory.register(claim.layer_id, list(self._moving()))
@@ -210,6 +212,24 @@ class LayerWeights:
         yield from (
             (tensor, by_address[tensor.data_ptr()]) for tensor in self._ranges if tensor.data_ptr() in by_address
         )
+
+    def _require_whole_copies(self) -> None:
+        claim = self._claim
+        if claim.memory.memory.copies_rows_alone:
+            raise UnsupportedEngineError(
+                f"{claim.name}: {type(self._module).__name__}",
+                got="a loader that copies all experts of a tensor at once",
+                wanted="one that asks for the row of every expert: no copy may span GPU and host memory",
+                do="run this model without hotsplit",
+            )
+
+    def _take_out(self) -> None:
+        """Let post-processing see plain tensors: it copies and fills whole ones, which must not span two memories."""
+        for tensor, parameter in list(self._owned()):
+            plain = torch.empty_like(tensor)
+            for row in range(self._claim.num_rows):
+                plain[row].copy_(tensor[row])
+            parameter.data = plain
 
     def _put_back(self) -> None:
         """What post-processing made goes into the ranges, row by row: no copy may span two memories."""
@@ -298,13 +318,12 @@ def _fill_value(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _filled(tensor: torch.Tensor, *, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """The range with what the maker would have written."""
-    if func is torch.zeros:
-        tensor.zero_()
-    if func is torch.ones:
-        tensor.fill_(1)
-    if func is torch.full:
-        tensor.fill_(_fill_value(args, kwargs))
+    """The range with what the maker would have written, row by row."""
+    values = {torch.zeros: 0, torch.ones: 1}
+    value = _fill_value(args, kwargs) if func is torch.full else values.get(func)
+    if value is not None:
+        for row in tensor:
+            row.fill_(value)
     return tensor
 
 

@@ -85,6 +85,14 @@ class Bank:
         self.streams.drain()
         return result
 
+    def finish(self):
+        """Steps until no swap is left; what their ticks did."""
+        results = []
+        while not self.swapper.is_idle():
+            results.append(self.step())
+            assert 100 > len(results), "swaps that never end"
+        return results
+
     def close(self):
         self.backend.close()
         for one in self.ranges:
@@ -143,7 +151,7 @@ def test_it_is_a_backend_of_the_swap_protocol(bank):
 def test_many_swaps_keep_every_experts_bytes_whole_in_every_state(max_copies, side_streams):
     bank, random = Bank(max_copies=max_copies, side_streams=side_streams), Random(7)
     num_done = num_beside = 0
-    while num_done < 60:
+    for _ in range(250):
         request_swaps(bank, random=random)
         num_done += len(bank.swapper.tick().published)
         bank.streams.launch_step()
@@ -151,9 +159,9 @@ def test_many_swaps_keep_every_experts_bytes_whole_in_every_state(max_copies, si
             bank.streams.advance(random.choice(bank.streams.enabled()))
             num_beside += bank.streams.is_stepping() and bank.streams.num_copies() > 0
             assert bank.is_sound()
-    while not bank.swapper.is_idle():
-        num_done += len(bank.step().published)
+    num_done += sum(len(result.published) for result in bank.finish())
     require_sound(bank)
+    assert 40 < num_done
     assert 12 * num_done == len(bank.calls(COPY)), "three tensors in two chunks, in and back"
     assert 100 < num_beside, "steps must have read while copies ran, or the test means nothing"
     bank.close()
@@ -185,8 +193,7 @@ def test_a_swap_copies_every_tensor_in_and_back_on_the_side_stream_and_by_rows(b
     layer = bank.layers[0]
     cold, hot, spare = layer.row_map[2], layer.row_map[4], layer.spare_row
     bank.streams._num_chunks = 1
-    while not bank.swapper.is_idle():
-        bank.step()
+    bank.finish()
     expected = [
         {"target": address + target * size, "source": address + source * size, "num_bytes": size, "stream": 2}
         for source, target in ((cold, spare), (hot, cold))
@@ -224,14 +231,12 @@ def test_a_publish_waits_for_the_steps_before_it_and_not_for_the_host(bank):
 
 def test_copies_of_many_layers_take_turns_one_row_for_each_step(bank):
     request_all(bank)
-    rows_per_step, published = [], []
-    while not bank.swapper.is_idle():
+    rows_per_step, num_published = [], 0
+    for _ in range(7):
         num_before = len(bank.calls(COPY))
-        result = bank.step()
-        rows_per_step.append((len(bank.calls(COPY)) - num_before) // 6)
-        published.append(len(result.published))
-    assert [1, 1, 1, 1, 1, 1, 0] == rows_per_step
-    assert (3, 0) == (sum(published), len(bank.backend._waiting))
+        num_published += len(bank.step().published)
+        rows_per_step.append((len(bank.calls(COPY)) - num_before) / 6)
+    assert ([1, 1, 1, 1, 1, 1, 0], 3, True) == (rows_per_step, num_published, bank.swapper.is_idle())
     require_sound(bank)
 
 
@@ -266,6 +271,27 @@ def test_the_event_of_a_copy_in_the_queue_is_not_done_and_a_wait_hands_it_over(b
     assert ("side",) == bank.streams.enabled()
     bank.streams.drain()
     assert [True, True, False] == [bank.backend.query(event) for event in events]
+
+
+def test_a_copy_does_not_overtake_those_in_the_queue(bank):
+    events = []
+    for layer_id in range(3):
+        if layer_id == 2:
+            bank.streams.drain()  # there is room now, and one is waiting for it
+        bank.backend.copy("side", layer_id=layer_id, source_row=5, target_row=6)
+        events.append(bank.backend.record("side"))
+    bank.backend.query(events[2])
+    bank.streams.drain()
+    assert [True, True, False] == [bank.backend.query(event) for event in events]
+
+
+def test_a_wait_is_enqueued_even_where_a_query_has_said_done(bank):
+    bank.backend.copy("side", layer_id=0, source_row=5, target_row=6)
+    event = bank.backend.record("side")
+    bank.streams.drain()
+    assert bank.backend.query(event)
+    bank.backend.wait("compute", event, "w2")
+    assert ("compute",) == bank.streams.enabled()
 
 
 @pytest.mark.parametrize("max_copies", [1, 2, 3])
@@ -333,11 +359,9 @@ def test_a_write_back_that_the_driver_refuses_is_tried_again_and_both_experts_st
 def test_a_copy_in_the_queue_that_is_refused_fails_for_its_own_swap_alone(bank):
     refuse(bank, copies=[4])
     request_all(bank)
-    failed, published = [], []
-    while not bank.swapper.is_idle():
-        result = bank.step()
-        failed += [swap.layer_id for swap, _ in result.failed]
-        published += [swap.layer_id for swap in result.published]
+    results = bank.finish()
+    failed = [swap.layer_id for result in results for swap, _ in result.failed]
+    published = [swap.layer_id for result in results for swap in result.published]
     assert ([1], [0, 2]) == (failed, sorted(published))
     require_sound(bank)
 
@@ -345,12 +369,12 @@ def test_a_copy_in_the_queue_that_is_refused_fails_for_its_own_swap_alone(bank):
 def test_random_refusals_among_many_swaps_lose_no_byte(bank):
     random, num_done, num_failed = Random(3), 0, 0
     refuse(bank, copies=random.sample(range(800), 100))
-    while num_done < 80:
+    for _ in range(300):
         request_swaps(bank, random=random)
         result = bank.step()
         num_done, num_failed = num_done + len(result.published), num_failed + len(result.failed)
         assert bank.is_sound()
-    assert 20 < num_failed
+    assert (True, True) == (num_done > 60, num_failed > 20)
 
 
 class RefusesWrites:
@@ -397,8 +421,7 @@ def test_a_frozen_swapper_enqueues_nothing_while_a_graph_is_captured_and_goes_on
         for _ in range(3):
             assert bank.swapper.tick().published == ()
     assert (before, False) == (bank.streams.key(), bank.backend.is_capturing())
-    while not bank.swapper.is_idle():
-        bank.step()
+    bank.finish()
     require_sound(bank)
 
 
@@ -407,8 +430,7 @@ def test_a_tick_in_a_capture_that_nobody_froze_is_an_error_and_reaches_no_stream
     with bank.streams.capture(), pytest.raises(BankError, match="graph capture: got a tick; .*; freeze the Swapper"):
         bank.swapper.tick()
     assert (True, []) == (bank.streams.is_empty(), bank.driver.calls)
-    while not bank.swapper.is_idle():
-        bank.step()
+    bank.finish()
     require_sound(bank)
 
 

@@ -476,7 +476,7 @@ def test_a_limit_on_file_sizes_is_an_error_and_no_signal(tmp_path):
     status, out, err = finish(run_child(code, tmp_path))
     assert (0, "") == (status, err)
     message, state = out.splitlines()
-    assert "free (File too large); wanted 0.8 MiB more than the 0.4 MiB it has; set HOTSPLIT_BANK_DIR" in message
+    assert "free (File too large); wanted 0.8 MiB more than the 0.4 MiB it has; raise the limit" in message
     assert f"{3 << 17} {3 << 17} {{3}}" == state
 
 

@@ -114,6 +114,7 @@ def test_what_has_no_row_adds_nothing(num_tokens):
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_ids_weights_and_tokens_may_have_any_layout(num_tokens):
     hidden, ids, weights = random_tokens(num_tokens)
+    ids[0, 1] = -1
     rows = random_experts().placed(ROW_MAP, num_rows=NUM_ROWS)
     wanted = reference.experts(hidden, row_ids=rows_of(ids), topk_weights=weights, rows=rows)
     wide, ids_KT, weights_KT = torch.stack([hidden, hidden], dim=-1), rows_of(ids).int().t(), weights.t()

@@ -180,6 +180,8 @@ class BankFile:
     def _no_room(self, error: OSError, *, num_bytes: int) -> BankError:
         free = _room(self.handle)
         more_room = "set HOTSPLIT_BANK_DIR to a folder on a disk with that much room, or raise HOTSPLIT_HOT_GIB"
+        if error.errno == errno.EFBIG:
+            more_room = "raise the limit on the size of files (ulimit -f), or raise HOTSPLIT_HOT_GIB"
         return BankError(
             f"bank file in {self.folder}",
             got=f"{gib(free)} free ({error.strerror})",

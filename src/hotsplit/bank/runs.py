@@ -16,7 +16,7 @@ KEPT_RUNS = 20
 """Run folders that a start leaves behind."""
 
 _NAME = re.compile(r"\d{8}T\d{6}-(?P<pid>\d+)-\d+")
-_SNAPSHOT = re.compile(r"rank\d+\.json")
+_SNAPSHOT = re.compile(r"rank\d+\.json|\.rank\d+\.json\..*")  # the second is what a kill leaves of a write
 _numbers = itertools.count()
 
 

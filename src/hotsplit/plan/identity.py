@@ -78,7 +78,7 @@ def require_same(theirs: ModelIdentity, ours: ModelIdentity, *, what: str, force
         raise PlanMismatchError(
             f"{what} was made for another model",
             got="; ".join(differing),
-            do="make one for this model, or pass --force",
+            do="make one for this model, or pass --force to a command that has it",
             differing=differing,
         )
     notices = []

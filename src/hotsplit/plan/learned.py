@@ -100,7 +100,8 @@ def add_learned(now: Histogram, state_dir: Path, *, decay: float, stage: int = 0
     - passes as `decay` decay_per_update^(u - v), so that what the file holds fades once for each update of each run;
     - takes a call that raised as one that never was: its counts are part of the next one's.
 
-    A file that is damaged, or of another model, is not carried on: `load_learned` has said so at the start.
+    A file that is damaged, or of another model, is not carried on: `load_learned` has said so at the start. It is kept
+    under another name.
 
     Args:
         now: Decayed live counts since the last save, in routed pairs, without the prior, with the tokens since then.
@@ -123,6 +124,8 @@ def add_learned(now: Histogram, state_dir: Path, *, decay: float, stage: int = 0
         raise HistogramError(f"{what}, decay", got=str(decay), wanted="a number from 0 to 1", value=decay)
     with _locked(path):
         before, _ = load_learned(state_dir, now.identity, stage=stage)
+        if before is None and path.exists():
+            path.replace(f"{path}.damaged")  # the only copy of it: not ours to throw away
         _write(carry_on(before, _with_tokens(now), decay=decay), path)
     return path
 

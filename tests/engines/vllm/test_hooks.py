@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from engines.vllm.test_refusals import config as plain_config
-from hotsplit.config import HotsplitConfig
 from hotsplit.engines.vllm import exposition, hooks, planning, refusals, settings
 from hotsplit.engines.vllm import session as sessions
 from hotsplit.errors import ConfigError, EngineError, UnsupportedEngineError
@@ -17,7 +16,7 @@ from hotsplit.errors import ConfigError, EngineError, UnsupportedEngineError
 
 def wrapped_arguments(monkeypatch, environ, *, config=None):
     """A class of arguments that is wrapped, and what has been exposed and asked of the stock method."""
-    seen = SimpleNamespace(exposed=[], flags=[])
+    seen = SimpleNamespace(exposed=[], flags=[], checked=[])
     monkeypatch.setattr(exposition, "expose", seen.exposed.append)
 
     @dataclasses.dataclass
@@ -38,8 +37,8 @@ def wrapped_arguments(monkeypatch, environ, *, config=None):
             made.additional_config = self.additional_config
             return made
 
-    settings_of = HotsplitConfig.from_env({name: value for name, value in environ.items() if name[0] == "H"})
-    hooks._wrap_engine_args(EngineArgs, config=settings_of, environ=environ)
+    monkeypatch.setattr(planning, "precheck", seen.checked.append)
+    hooks._wrap_engine_args(EngineArgs, environ=environ)
     return EngineArgs, seen
 
 
@@ -57,12 +56,51 @@ def test_settings_and_flags_travel_with_the_configuration_beside_what_is_there(m
     assert "Stock." == arguments.create_engine_config.__doc__
 
 
-def test_two_configurations_of_one_process_share_a_run_folder_that_children_find(monkeypatch, environ, tmp_path):
+def test_two_engines_of_one_process_have_run_folders_of_their_own(monkeypatch, environ, tmp_path):
     arguments, seen = wrapped_arguments(monkeypatch, environ)
     for _ in range(2):
         arguments().create_engine_config()
-    (folder,) = set(seen.exposed)
-    assert (tmp_path / "runs", str(folder)) == (folder.parent, environ[hooks.RUN_DIR])
+    first, second = seen.exposed
+    assert first != second
+    assert (tmp_path / "runs", str(second)) == (second.parent, environ[hooks.RUN_DIR]), "where children find it"
+
+
+def test_a_child_of_vllms_own_takes_its_parents_run_folder(monkeypatch, environ):
+    arguments, seen = wrapped_arguments(monkeypatch, environ)
+    arguments().create_engine_config()
+    monkeypatch.setattr(hooks.multiprocessing, "parent_process", lambda: "the API server's")
+    arguments().create_engine_config()
+    assert 1 == len(set(seen.exposed))
+
+
+def test_settings_are_read_anew_for_every_engine(monkeypatch, environ):
+    arguments, _ = wrapped_arguments(monkeypatch, environ)
+    arguments().create_engine_config()
+    environ["HOTSPLIT_HOT_GIB"] = "7"
+    found, _ = settings.from_additional(arguments().create_engine_config().additional_config)
+    assert 7.0 == found.hot_gib
+
+
+def test_an_engine_without_settings_is_stock_also_after_one_with_them(monkeypatch, environ):
+    arguments, seen = wrapped_arguments(monkeypatch, environ)
+    used = arguments(additional_config={"somebody": "else"})
+    used.create_engine_config()
+    for name in [name for name in environ if name.startswith("HOTSPLIT_")]:
+        del environ[name]
+    assert {"somebody": "else"} == used.create_engine_config().additional_config
+    assert 1 == len(seen.exposed)
+
+
+def test_files_are_checked_before_a_worker_starts(monkeypatch, environ):
+    arguments, seen = wrapped_arguments(monkeypatch, environ)
+    assert [arguments().create_engine_config()] == seen.checked
+
+
+@pytest.mark.parametrize(("asked", "given"), [(0, hooks.SHUTDOWN_S), (3, 3)])
+def test_a_server_is_given_time_to_save_unless_it_has_been(asked, given):
+    config = SimpleNamespace(shutdown_timeout=asked)
+    hooks._grant_time_to_save(config)
+    assert given == config.shutdown_timeout
 
 
 def test_the_run_folder_is_not_in_the_configuration(monkeypatch, environ):
@@ -129,7 +167,7 @@ def wrapper(monkeypatch, calls):
     """A wrapped wrapper of a worker, with a session under way."""
 
     class WorkerWrapperBase:
-        vllm_config = "configuration"
+        vllm_config = SimpleNamespace(additional_config={settings.KEY: {}})
 
         def __init__(self):
             self.worker = Worker(calls)
@@ -147,7 +185,7 @@ def wrapper(monkeypatch, calls):
     session = Session(calls)
     monkeypatch.setattr(sessions, "_current", session)
     monkeypatch.setattr(sessions, "begin", lambda prepared: calls.append(f"begin {prepared}") or session)
-    monkeypatch.setattr(planning, "prepare", lambda config, run_dir: f"{config} in {run_dir}")
+    monkeypatch.setattr(planning, "prepare", lambda config, run_dir: f"plan in {run_dir}")
     hooks._wrap_worker(WorkerWrapperBase, environ={hooks.RUN_DIR: "/run"})
     return WorkerWrapperBase()
 
@@ -155,7 +193,13 @@ def wrapper(monkeypatch, calls):
 def test_the_model_is_loaded_between_planning_and_the_start_of_the_banks(wrapper, calls):
     assert "load_model done" == wrapper.load_model(load_dummy_weights=False)
     loaded = ("load_model", (), {"load_dummy_weights": False})
-    assert ["begin configuration in /run", "loading", loaded, "loaded"] == calls
+    assert ["begin plan in /run", "loading", loaded, "loaded"] == calls
+
+
+def test_an_engine_without_settings_is_loaded_without_a_plan(wrapper, calls):
+    wrapper.vllm_config.additional_config.clear()
+    wrapper.load_model()
+    assert "begin None" == calls[0]
 
 
 def test_a_model_that_cannot_be_planned_is_not_loaded(wrapper, calls, monkeypatch):

@@ -57,7 +57,7 @@ def installed(monkeypatch):
     from hotsplit.engines.vllm import hooks
 
     seen = []
-    monkeypatch.setattr(hooks, "install", lambda config, environ: seen.append((config, environ)))
+    monkeypatch.setattr(hooks, "install", seen.append)
     return seen
 
 
@@ -67,8 +67,7 @@ def test_any_setting_switches_it_on(monkeypatch, installed, name):
 
     monkeypatch.setenv(name, "1")
     plugin.register()
-    ((config, environ),) = installed
-    assert config.is_on
+    (environ,) = installed
     assert environ is os.environ, "what is set later must reach child processes"  # noqa: TID251
 
 
@@ -76,7 +75,7 @@ def test_switched_off_other_values_are_checked_all_the_same(monkeypatch, install
     monkeypatch.setenv("HOTSPLIT_ENABLE", "0")
     monkeypatch.setenv("HOTSPLIT_DYN_STEPS", "500")
     plugin.register()
-    assert [] == installed
+    assert [] == installed, "off is off"
     monkeypatch.setenv("HOTSPLIT_DYN_STEPS", "0")
     with pytest.raises(ConfigError, match="HOTSPLIT_DYN_STEPS: got '0'; wanted an integer >= 1"):
         plugin.register()
@@ -86,7 +85,7 @@ def test_an_unknown_setting_stops_vllm_with_the_nearest_name(monkeypatch, instal
     monkeypatch.setenv("HOTSPLIT_HOT_GB", "4")
     with pytest.raises(ConfigError, match="HOTSPLIT_HOT_GB: got an unknown setting; did you mean HOTSPLIT_HOT_GIB"):
         plugin.register()
-    assert [] == installed
+    assert 1 == len(installed), "vLLM does not call it again: what is put right later must find its hooks"
 
 
 _TWICE = """

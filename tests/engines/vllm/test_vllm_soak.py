@@ -9,11 +9,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
+
+import httpx
 
 from engines.vllm import vllm_models
 from engines.vllm.vllm_jobs import Job, run

@@ -117,7 +117,7 @@ FULL: Final = Sizes(
 DRY: Final = Sizes(
     repeats=1,
     hbm_bytes=MIB,
-    copy_bytes=(1024, 4096, 16384, 65536),
+    copy_bytes=(MIB // 8, MIB // 4, MIB // 2, MIB),
     trial_bytes=MIB,
     odd_row_bytes=(3 * MIB // 4, 2 * MIB + 256),
     read_row_bytes=68 * 1024,
@@ -128,15 +128,15 @@ DRY: Final = Sizes(
     tokens=(1, 4, 16),
     draws=2,
     replay=LayerSize(num_experts=8, hidden_dim=64, inner_dim=32, top_k=2),
-    replays=120,
-    mutant_replays=120,
+    replays=300,
+    mutant_replays=500,
     lag_bytes=4096,
     route=LayerSize(num_experts=16, hidden_dim=1, inner_dim=1, top_k=2),
     route_layers=3,
     publishes=8,
     step_layers=2,
     step_cold_ratio=0.1,
-    steps=6,
+    steps=10,
 )
 
 

@@ -12,12 +12,12 @@ import importlib
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from typing import Any, Final
 
 import torch
 
 from hotsplit.bank.checks.device import STEPS_AHEAD, Kernels, Stamp, Work
+from hotsplit.bank.cuda_probe import summing_rate
 from hotsplit.bank.driver import driver_error, load_driver
 from hotsplit.bank.streams import StreamCalls, TorchStreams
 from hotsplit.bank.swap import Stream
@@ -111,7 +111,6 @@ class CudaDevice:
             "multiprocessors": figures.multi_processor_count,
             "driver_cuda": self.driver.version(),
             "torch_cuda": torch.version.cuda,
-            "cuda_bindings": _version("cuda-bindings"),
         }
 
     def free_bytes(self) -> int:
@@ -122,6 +121,14 @@ class CudaDevice:
         """Give back what no tensor uses any more."""
         gc.collect()
         torch.cuda.empty_cache()
+
+    def read_rate(self, tensor: torch.Tensor) -> float:
+        """The rate by which the product chooses a memory.
+
+        Args:
+            tensor: [num_bytes], uint8.
+        """
+        return summing_rate(tensor)
 
     @contextlib.contextmanager
     def pinned(self, num_bytes: int) -> Iterator[torch.Tensor]:
@@ -196,10 +203,3 @@ class CudaDevice:
             _, text = self._bindings.cuGetErrorName(status)
             raise driver_error(name, name=text.decode("ascii") if text else str(int(status)))
         return results[0] if results else None
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None

@@ -86,6 +86,9 @@ class Device(Protocol):
     def release(self) -> None:
         """Give back what no tensor uses any more."""
 
+    def read_rate(self, tensor: torch.Tensor) -> float:
+        """Bytes per second at which it reads memory, [num_bytes], uint8: what a backing is chosen by."""
+
     def pinned(self, num_bytes: int) -> AbstractContextManager[torch.Tensor]:
         """Host memory of the driver's own, page-locked, [num_bytes], uint8, as the device sees it."""
 

@@ -16,7 +16,7 @@ from hotsplit.errors import BankError
 Unit: TypeAlias = Literal["bytes/s", "s", "steps/s", "ratio", "nodes"]
 
 
-class NotMeasured(BankError):
+class NotMeasured(BankError):  # noqa: N818 - it is an answer, and no error of anybody's
     """A check, or what is left of it, cannot be done on this machine or in this time; the message says why."""
 
 

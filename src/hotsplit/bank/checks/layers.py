@@ -37,7 +37,8 @@ class _Placed:
 
     layer: LayerRows
     rows: ExpertRows
-    row_map_E: torch.Tensor
+    row_map: torch.Tensor
+    """Row of every expert, [E], int64."""
 
 
 def check_layers(bench: Bench) -> Iterator[Finding]:
@@ -64,7 +65,7 @@ def _place(stack: ExitStack, bench: Bench, experts: Experts, *, hot_part: float)
     layer = place(order[: round(hot_part * num_experts)], num_experts=num_experts, spare=True, inclusive=False)
     rig = stack.enter_context(opened(bench, Rig(bench, [experts], layers=[layer])))
     row_map_E = torch.tensor(layer.row_map, device=bench.device.type)
-    return _Placed(layer=layer, rows=rig.expert_rows(0), row_map_E=row_map_E)
+    return _Placed(layer=layer, rows=rig.expert_rows(0), row_map=row_map_E)
 
 
 def _tokens(
@@ -76,7 +77,7 @@ def _tokens(
     wanted_STD = _outputs(bench, experts.as_rows(), traffic=traffic, row_map_E=None)
     yield _close_to_twin(experts, traffic=traffic, found_TD=wanted_STD[0], name=name)
     for part, placed in placements.items():
-        found_STD = _outputs(bench, placed.rows, traffic=traffic, row_map_E=placed.row_map_E)
+        found_STD = _outputs(bench, placed.rows, traffic=traffic, row_map_E=placed.row_map)
         is_equal = torch.equal(found_STD.view(torch.int16), wanted_STD.view(torch.int16))
         yield Proof(name=f"{name}, {part}: equal to the unpermuted layer, bit by bit", holds=is_equal)
         yield _duration(bench, placed, traffic=traffic, row_bytes=experts.row_bytes, name=f"{name}, {part}")
@@ -118,7 +119,7 @@ def _close_to_twin(experts: Experts, *, traffic: Traffic, found_TD: torch.Tensor
 def _duration(bench: Bench, placed: _Placed, *, traffic: Traffic, row_bytes: int, name: str) -> Figure:
     """Seconds of one call, from a graph of all draws; row ids are ready before, since the route op has its own figure."""
     draws = range(len(traffic.topk_ids))
-    row_ids_STK = placed.row_map_E[traffic.topk_ids]
+    row_ids_STK = placed.row_map[traffic.topk_ids]
 
     def work() -> None:
         for draw in draws:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +16,7 @@ import torch
 
 from hotsplit.bank.checks.bench import Bench, opened
 from hotsplit.bank.checks.findings import Fact, Figure, Finding, Goal, Proof, not_measured
-from hotsplit.bank.cuda_probe import LEAST_RATIO, Attempt, BackingChoice, Probe, choose_backing, summing_rate
+from hotsplit.bank.cuda_probe import LEAST_RATIO, Attempt, BackingChoice, Probe, choose_backing
 from hotsplit.bank.cuda_ranges import CudaRange
 from hotsplit.host.memory import memory_limits
 from hotsplit.host.numa import choose_placement, gpu_node, read_nodes
@@ -78,7 +77,7 @@ def check_backing(bench: Bench) -> Iterator[Finding]:
         bench: Gets the location.
     """
     device = bench.device
-    probe = Probe(read_rate=summing_rate, tensor_at=device.tensor_at, trial_bytes=bench.sizes.trial_bytes)
+    probe = Probe(read_rate=device.read_rate, tensor_at=device.tensor_at, trial_bytes=bench.sizes.trial_bytes)
     choice = choose_backing(device.driver, probe=probe, placement=bench.placement)
     bench.location = choice.location
     yield Fact(name="choice", value=str(choice))

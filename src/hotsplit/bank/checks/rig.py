@@ -17,9 +17,9 @@ import torch
 from hotsplit.bank.checks.bench import Bench, LayerSize
 from hotsplit.bank.cuda_ranges import can_stitch
 from hotsplit.bank.cuda_row_memory import CudaRowMemory
-from hotsplit.bank.kernels.reference import FP8, ExpertRows
+from hotsplit.bank.kernels.reference import FP8, TOTALS, ExpertRows, LayerCounters
 from hotsplit.bank.range_rows import RangeRows
-from hotsplit.bank.rows import LayerRows
+from hotsplit.bank.rows import LayerRows, place
 
 SCALE_BLOCK = 128
 """Of float8 weights."""
@@ -156,6 +156,30 @@ class Rig:
                 made[name] = self.rows.allocate(layer_id, shape=shape, dtype=source.dtype)
         self.rows.register(layer_id, list(made.values()))
         return made
+
+
+def half_hot(num_experts: int, *, seed: int) -> LayerRows:
+    """A layer that may swap, with a random half of its experts hot.
+
+    Args:
+        num_experts: E.
+        seed: Of the choice.
+    """
+    order = torch.randperm(num_experts, generator=torch.Generator().manual_seed(seed)).tolist()
+    return place(order[: num_experts // 2], num_experts=num_experts, spare=True, inclusive=False)
+
+
+def layer_counters(bench: Bench, num_experts: int, *, step: torch.Tensor) -> LayerCounters:
+    """Counters of one layer, all zero.
+
+    Args:
+        bench: Whose device holds them.
+        num_experts: E.
+        step: One for all layers, [2], int64.
+    """
+    shapes = {"pairs": (2, num_experts), "totals": (2, len(TOTALS)), "stamps": (num_experts,)}
+    zeros = {name: bench.tensor(*shape, dtype=torch.int64).zero_() for name, shape in shapes.items()}
+    return LayerCounters(step=step, **zeros)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

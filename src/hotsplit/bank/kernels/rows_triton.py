@@ -76,10 +76,10 @@ def tiles(num_tokens: int, *, itemsize: int, scale_block: int) -> Tiles:
         return Tiles(block_m=16, block_n=128, block_k=block_k, num_warps=4, num_stages=3)
     if itemsize == 4:
         return Tiles(block_m=64, block_n=64, block_k=32, num_warps=8, num_stages=3)
-    # With factors a tile keeps the products of its block apart from their sum, so it takes twice the registers.
     if num_tokens <= 256:
-        wide_k, num_warps = (block_k, 8) if scale_block else (min(block_k, 64), 4)
-        return Tiles(block_m=64, block_n=128, block_k=wide_k, num_warps=num_warps, num_stages=3)
+        wide_k = block_k if scale_block else min(block_k, 64)
+        return Tiles(block_m=64, block_n=128, block_k=wide_k, num_warps=8, num_stages=3)
+    # With factors a tile keeps the products of its block apart from their sum, so it takes twice the registers.
     block_n = 64 if scale_block else 128
     return Tiles(block_m=128, block_n=block_n, block_k=min(block_k, 64), num_warps=8, num_stages=3)
 
@@ -318,8 +318,8 @@ def _combine_kernel(  # noqa: PLR0913, PLR0917 - a launch passes arguments by po
         pair = token * TOP_K + place
         row = tl.load(row_ids_ptr + pair)
         # What contributes nothing was never written.
-        is_there = (d < HIDDEN_DIM) & (row >= 0) & (row < num_rows)
-        total += tl.load(results_ptr + pair * HIDDEN_DIM + d, mask=is_there, other=0.0)
+        num_written = tl.where((row >= 0) & (row < num_rows), HIDDEN_DIM, 0)
+        total += tl.load(results_ptr + pair * HIDDEN_DIM + d, mask=d < num_written, other=0.0)
     tl.store(out_ptr + token * HIDDEN_DIM + d, _rounded(total, out_ptr.dtype.element_ty), mask=d < HIDDEN_DIM)
 
 

@@ -46,12 +46,12 @@ class HotsplitExperts:
         object.__setattr__(self, "hotsplit_layer_id", claim.layer_id)
         if hasattr(moe_config, "require_decomposed_backend"):
             moe_config.require_decomposed_backend = True
+        session.adopt(self)
         moe_config.num_experts += claim.num_extra
         moe_config.num_local_experts += claim.num_extra
         super().__init__(layer_name, params_dtype, moe_config, *args, **kwargs)  # type: ignore[call-arg]
         # update_expert_map_info() has set it back to E; get_expert_weights() views its tensors by it.
         self.local_num_experts = claim.num_rows
-        session.adopt(self)
 
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
         """The last point before create_weights: the method is this layer's own, so it can be wrapped here."""

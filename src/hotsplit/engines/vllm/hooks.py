@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import MutableMapping
+import multiprocessing
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,17 @@ from hotsplit.errors import EngineError
 
 RUN_DIR = "_HOTSPLIT_RUN_DIR"
 """Variable that hands the run's folder to child processes. Not a setting: it differs from start to start."""
+SHUTDOWN_S = 10
+"""Seconds that a server may take to shut down where vLLM's own setting gives it none."""
 _INSTALLED = "hotsplit_installed"
 
 
-def install(config: HotsplitConfig, *, environ: MutableMapping[str, str]) -> None:
+def install(environ: MutableMapping[str, str]) -> None:
     """Put hotsplit into this process's vLLM; once, however often it is called.
 
+    Settings are read anew for every engine: a process may start several.
+
     Args:
-        config: All settings, on.
         environ: The process's environment, which child processes inherit.
 
     Raises:
@@ -54,7 +58,7 @@ def install(config: HotsplitConfig, *, environ: MutableMapping[str, str]) -> Non
     setattr(WorkerWrapperBase, _INSTALLED, True)
     route_op.define(_route)
     experts.cover_all(RoutedExperts, register_oot=PluggableLayer.register_oot)
-    _wrap_engine_args(EngineArgs, config=config, environ=environ)
+    _wrap_engine_args(EngineArgs, environ=environ)
     _wrap_worker(WorkerWrapperBase, environ=environ)
 
 
@@ -62,22 +66,45 @@ def _route(topk_ids: torch.Tensor, layer_name: str) -> torch.Tensor:
     return sessions.required().route(topk_ids, layer_name)
 
 
-def _wrap_engine_args(engine_args: Any, *, config: HotsplitConfig, environ: MutableMapping[str, str]) -> None:
+def _wrap_engine_args(engine_args: Any, *, environ: MutableMapping[str, str]) -> None:
     stock = engine_args.create_engine_config
 
     @functools.wraps(stock)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = HotsplitConfig.from_env(environ)
+        if not config.is_on:
+            self.additional_config = {
+                name: self.additional_config[name] for name in {*self.additional_config} - {settings.KEY}
+            }
+            return stock(self, *args, **kwargs)
         refusals.require_arguments(self)
-        run_dir = environ.setdefault(RUN_DIR, str(new_run_dir(config.state_path)))
+        run_dir = _run_dir(config, environ=environ)
         with offload.taken_over(self) as flags:
             mine = {settings.KEY: settings.to_additional(config, offload=flags)}
             self.additional_config = {**self.additional_config, **mine}
             vllm_config = stock(self, *args, **kwargs)
         refusals.require_supported(vllm_config)
+        planning.precheck(vllm_config)
+        _grant_time_to_save(vllm_config)
         exposition.expose(Path(run_dir))
         return vllm_config
 
     engine_args.create_engine_config = create_engine_config
+
+
+def _run_dir(config: HotsplitConfig, *, environ: MutableMapping[str, str]) -> str:
+    """The folder for this engine's snapshots: a new one, but in vLLM's own children, which are of the same engine."""
+    if multiprocessing.parent_process() is None or RUN_DIR not in environ:
+        environ[RUN_DIR] = str(new_run_dir(config.state_path))
+    return environ[RUN_DIR]
+
+
+def _grant_time_to_save(vllm_config: Any) -> None:
+    """VLLM kills its workers where they stand unless it is given time: what was learned since the last save goes."""
+    if getattr(vllm_config, "shutdown_timeout", None) == 0:
+        vllm_config.shutdown_timeout = SHUTDOWN_S
+        text = "hotsplit: the server may take up to %d s to shut down (--shutdown-timeout), to save what was learned"
+        logging.getLogger(__name__).info(text, SHUTDOWN_S)
 
 
 def _wrap_worker(worker: Any, *, environ: MutableMapping[str, str]) -> None:
@@ -85,7 +112,9 @@ def _wrap_worker(worker: Any, *, environ: MutableMapping[str, str]) -> None:
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Load the model, with experts hot and cold."""
-        prepared = planning.prepare(self.vllm_config, run_dir=environ.get(RUN_DIR))
+        prepared = None
+        if _is_asked(self.vllm_config, environ=environ):
+            prepared = planning.prepare(self.vllm_config, run_dir=environ.get(RUN_DIR))
         with sessions.begin(prepared).loading():
             return self.worker.load_model(*args, **kwargs)
 
@@ -111,6 +140,13 @@ def _wrap_worker(worker: Any, *, environ: MutableMapping[str, str]) -> None:
         setattr(worker, wrapped.__name__, wrapped)
     for name in refusals.REFUSED_CALLS:
         setattr(worker, name, _refused_call(name))
+
+
+def _is_asked(vllm_config: Any, *, environ: MutableMapping[str, str]) -> bool:
+    """Whether this worker's engine runs with hotsplit: not where its settings have gone since an earlier engine's."""
+    additional = vllm_config.additional_config
+    travelled = isinstance(additional, Mapping) and settings.KEY in additional
+    return travelled or HotsplitConfig.from_env(environ).is_on
 
 
 def _refused_call(name: str) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from hotsplit.host.demand import HostDemand, require_disk, require_host
 from hotsplit.host.memory import memory_limits
 from hotsplit.notices import Notice
 from hotsplit.plan.checkpoint import read_headers, require_loadable
-from hotsplit.plan.choose import PlanChoice, PlanRequest, choose_plan
+from hotsplit.plan.choose import PlanChoice, PlanRequest, choose_plan, read_counts
 from hotsplit.plan.planfile import plan_hash
 from hotsplit.plan.planner import PlanOptions
 from hotsplit.plan.rebalance import RebalanceOptions, thrash_notice
@@ -172,7 +173,7 @@ def prepare(vllm_config: Any, *, run_dir: str | None) -> Prepared:
         text = f"all routed experts of this rank fit ({gib(mine.expert_bytes)} of {gib(asked)}): they run stock"
         _say([Notice(name="fits", text=text, strict=False)])
         return stock
-    choice = _choose(sizes, config=config, place_here=place_here, budget_bytes=asked)
+    choice = choose_plan(sizes, request=_request(config, stage=place_here.stage, pp=place_here.pp, budget_bytes=asked))
     prepared = Prepared(
         config=config, place=place_here, sizes=mine, is_stock=False, plan_choice=choice, asked_bytes=asked
     )
@@ -184,11 +185,38 @@ def prepare(vllm_config: Any, *, run_dir: str | None) -> Prepared:
     for rows in prepared.rows:
         refusals.require_rows(rows.num_rows)
     _require_room(prepared, vllm_config=vllm_config)
-    _say([*choice.notices, *_idle(config), *_thrash(prepared)])
+    _say([*choice.notices, *_idle(config), *_thrash(prepared), *_unwritable(prepared)])
     # Compiled code depends on the numbers of rows: they belong into vLLM's compile-cache key.
     text = settings.rows_text([rows.num_rows for rows in prepared.rows])
     vllm_config.additional_config[settings.KEY] = {**vllm_config.additional_config[settings.KEY], "rows": text}
     return prepared
+
+
+def precheck(vllm_config: Any) -> None:
+    """Find what is wrong with the files in the process that starts: a worker's error is buried under vLLM's own.
+
+    Hub models that are not here yet are left to the workers, and so is everything that needs the device.
+
+    Args:
+        vllm_config: vLLM's configuration, settings included.
+
+    Raises:
+        HotsplitError: A file is unreadable, of another model, or nothing fits the budget that was given.
+    """
+    folder = Path(vllm_config.model_config.model_weights or vllm_config.model_config.model)
+    if not folder.is_dir():
+        return
+    config, _ = settings.from_additional(vllm_config.additional_config)
+    parallel = vllm_config.parallel_config
+    checkpoint = read_headers(folder)
+    require_loadable(checkpoint)
+    sizes = padding.as_padded(expert_sizes(checkpoint, tp=parallel.tensor_parallel_size), vllm_config=vllm_config)
+    budget_bytes = sizes.expert_bytes if config.hot_bytes is None else config.hot_bytes
+    if config.plan is None and budget_bytes >= sizes.expert_bytes:
+        read_counts(config.counts, sizes=sizes)
+        return
+    request = _request(config, stage=0, pp=parallel.pipeline_parallel_size, budget_bytes=budget_bytes)
+    choose_plan(sizes, request=request)
 
 
 def require_reserve(config: HotsplitConfig, *, hot_bytes: int, num_ranks: int = 1) -> None:
@@ -270,17 +298,16 @@ def _budget(
     return default.num_bytes, default.text
 
 
-def _choose(sizes: ExpertSizes, *, config: HotsplitConfig, place_here: Place, budget_bytes: int) -> PlanChoice:
-    request = PlanRequest(
+def _request(config: HotsplitConfig, *, stage: int, pp: int, budget_bytes: int) -> PlanRequest:
+    return PlanRequest(
         budget_bytes=budget_bytes,
         is_budget_given=config.hot_bytes is not None,
         plan=config.plan,
         counts=config.counts,
         state_dir=config.state_path if config.learned == "use" else None,
-        stage=place_here.stage,
-        options=PlanOptions(dynamic=config.dynamic, objective=config.objective, strict=config.strict, pp=place_here.pp),
+        stage=stage,
+        options=PlanOptions(dynamic=config.dynamic, objective=config.objective, strict=config.strict, pp=pp),
     )
-    return choose_plan(sizes, request=request)
 
 
 def _stage_layers(sizes: ExpertSizes, *, vllm_config: Any) -> list[int]:
@@ -325,6 +352,18 @@ def _require_room(prepared: Prepared, *, vllm_config: Any) -> None:
 def _thrash(prepared: Prepared) -> list[Notice]:
     notice = thrash_notice(prepared.rebalance) if prepared.config.dynamic else None
     return [notice] if notice else []
+
+
+def _unwritable(prepared: Prepared) -> list[Notice]:
+    """A state folder that cannot be written would otherwise be noticed when there is something to lose."""
+    folder = prepared.config.state_path
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return []
+    except OSError as error:
+        text = f"HOTSPLIT_STATE_DIR {folder} cannot be written ({error.strerror}): nothing learned, and no metrics, will be kept"
+        return [Notice(name="state-unwritable", text=text, strict=False)]
 
 
 def _idle(config: HotsplitConfig) -> list[Notice]:

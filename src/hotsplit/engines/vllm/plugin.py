@@ -18,9 +18,20 @@ def register() -> None:
     if not any(name.startswith("HOTSPLIT_") for name in os.environ):
         return
     from hotsplit.config import HotsplitConfig
+    from hotsplit.errors import ConfigError
 
-    config = HotsplitConfig.from_env(os.environ)
-    if config.is_on:
-        from hotsplit.engines.vllm import hooks
+    try:
+        is_on = HotsplitConfig.from_env(os.environ).is_on
+    except ConfigError:
+        # vLLM calls a plugin once per process, also where the call fails: a setting that is put right before the next
+        # engine must find its hooks, or that engine would run stock without a word.
+        _install()
+        raise
+    if is_on:
+        _install()
 
-        hooks.install(config, environ=os.environ)
+
+def _install() -> None:
+    from hotsplit.engines.vllm import hooks
+
+    hooks.install(os.environ)

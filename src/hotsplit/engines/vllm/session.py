@@ -67,11 +67,11 @@ def required() -> Session:
     return _current
 
 
-def begin(prepared: Prepared) -> Session:
+def begin(prepared: Prepared | None) -> Session:
     """Make the session of this process; one that ended before gives way.
 
     Args:
-        prepared: Plan, sizes, settings.
+        prepared: Plan, sizes, settings; None where the engine runs without hotsplit.
 
     Raises:
         EngineError: Another model is being served in this process.
@@ -91,11 +91,11 @@ class Session:
     """What one worker holds.
 
     Args:
-        prepared: Plan, sizes, settings. Without a stage (everything fits) all layers run stock.
+        prepared: Plan, sizes, settings. Where everything fits all layers run stock, as they do without it.
     """
 
-    def __init__(self, prepared: Prepared) -> None:
-        self._prepared = prepared
+    def __init__(self, prepared: Prepared | None) -> None:
+        self._asked = prepared
         self.layers: list[Any] = []
         """The experts modules, by layer_id, once they are built."""
         self.left_alone: list[str] = []
@@ -116,7 +116,13 @@ class Session:
     @property
     def is_stock(self) -> bool:
         """Whether every expert fits and the model runs unchanged."""
-        return self._prepared.is_stock
+        return self._asked is None or self._asked.is_stock
+
+    @property
+    def _prepared(self) -> Prepared:
+        if self._asked is None:
+            raise EngineError("the plan of this worker", got="an engine that runs without hotsplit")
+        return self._asked
 
     @property
     def banks(self) -> RangeBanks:
@@ -302,9 +308,10 @@ class Session:
 
     def _give_back(self) -> None:
         for module in self.layers:
-            for parameter in module.parameters(recurse=False):
-                # Whoever still looks at the model sees empty tensors, not memory that is gone.
-                parameter.data = torch.empty(0, dtype=parameter.dtype)
+            for parameter in vars(module).get("_parameters", {}).values():  # none where it broke off too early
+                if parameter is not None:
+                    # Whoever still looks at the model sees empty tensors, not memory that is gone.
+                    parameter.data = torch.empty(0, dtype=parameter.dtype)
         self.layers.clear()
         if self._banks is not None:
             self._banks.close()
@@ -324,7 +331,7 @@ class _Teller:
 
     def __init__(self, record: Record, *, banks: RangeBanks) -> None:
         self._record, self._banks = record, banks
-        self._told_steps = -1
+        self._told_steps, self._saved_steps = -1, 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hotsplit-teller", daemon=True)
         self._thread.start()
@@ -339,9 +346,13 @@ class _Teller:
     def _run(self) -> None:
         self._tell()
         while not self._ended.wait(TELL_EVERY_S):
-            if self._record.is_save_due:
+            steps = self._banks.router.counters.steps
+            # A server that has fallen idle saves at once: who knows whether it will be given time to at its end.
+            is_idle = steps == self._told_steps
+            if steps != self._saved_steps and (is_idle or self._record.is_save_due):
                 self._record.save(self._banks.lock)
-            elif self._banks.router.counters.steps != self._told_steps:
+                self._saved_steps = steps
+            elif not is_idle:
                 self._tell()
 
     def _tell(self) -> None:

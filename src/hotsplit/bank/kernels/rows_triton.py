@@ -76,12 +76,9 @@ def tiles(num_tokens: int, *, itemsize: int, scale_block: int) -> Tiles:
         return Tiles(block_m=16, block_n=128, block_k=block_k, num_warps=4, num_stages=3)
     if itemsize == 4:
         return Tiles(block_m=64, block_n=64, block_k=32, num_warps=8, num_stages=3)
-    if num_tokens <= 256:
-        wide_k = block_k if scale_block else min(block_k, 64)
-        return Tiles(block_m=64, block_n=128, block_k=wide_k, num_warps=8, num_stages=3)
-    # With factors a tile keeps the products of its block apart from their sum, so it takes twice the registers.
-    block_n = 64 if scale_block else 128
-    return Tiles(block_m=128, block_n=block_n, block_k=min(block_k, 64), num_warps=8, num_stages=3)
+    # With factors a tile keeps the products of a block apart from their sum, so it takes twice the registers.
+    block_m, block_n = 64 if num_tokens <= 256 else 128, 64 if scale_block else 128
+    return Tiles(block_m=block_m, block_n=block_n, block_k=min(block_k, 64), num_warps=8, num_stages=3)
 
 
 @triton.jit
@@ -239,6 +236,7 @@ def _grouped_kernel(  # noqa: PLR0913, PLR0917 - a launch passes arguments by po
     order_ptr: tl.tensor,
     starts_ptr: tl.tensor,
     group_rows_ptr: tl.tensor,
+    num_inputs: tl.tensor,
     row_stride: tl.tensor,
     scale_stride: tl.tensor,
     bias_stride: tl.tensor,
@@ -274,7 +272,8 @@ def _grouped_kernel(  # noqa: PLR0913, PLR0917 - a launch passes arguments by po
             pair = tl.load(order_ptr + tl.minimum(position, end - 1))
             x_rows = x_ptr + (pair // PAIRS_PER_X) * NUM_INPUTS
             products = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for start in range(0, NUM_INPUTS, BLOCK_K):
+            # NUM_INPUTS, but not known to the compiler: it would unroll the whole loop and run out of registers.
+            for start in range(0, num_inputs, BLOCK_K):
                 k = start + tl.arange(0, BLOCK_K)
                 if NUM_INPUTS % BLOCK_K == 0:
                     weight = tl.load(weight_ptrs[:, None] + k[None, :])
@@ -472,9 +471,9 @@ def _launch(
     constants = projection.constants | {"HAS_BIAS": bias is not None, "BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k}
     grid = (triton.cdiv(weight.shape[1], cut.block_n), pairs.grid)
     if cut.block_m == 1:
-        kernel = _gemv_kernel
+        kernel, bounds = _gemv_kernel, []
         constants |= {"SLOTS": triton.next_power_of_2(pairs.grid), "STAGES": cut.num_stages}
     else:
-        kernel = _grouped_kernel
+        kernel, bounds = _grouped_kernel, [weight.shape[2]]
         constants |= {"BLOCK_M": cut.block_m, "num_stages": cut.num_stages}
-    kernel[grid](*tensors, *pairs.arguments, *strides, **constants, **_OPTIONS, num_warps=cut.num_warps)
+    kernel[grid](*tensors, *pairs.arguments, *bounds, *strides, **constants, **_OPTIONS, num_warps=cut.num_warps)

@@ -3,7 +3,7 @@
     cpu    anonymous memory and a bank file                       bank/file_memory.py
     cuda   device pages and host pages, read in place by the GPU  bank/cuda_row_memory.py
 
-NOTE: the CUDA backend has been run over stand-ins alone, not on a device (docs/cuda.md).
+NOTE: the CUDA backend has been run over stand-ins alone, and refusals.py still turns its device away.
 """
 
 from __future__ import annotations

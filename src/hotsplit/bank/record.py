@@ -44,6 +44,8 @@ class RunFacts:
     """The budget, as the plan has it."""
     hot_bytes: int
     """Fast memory that hotsplit has taken."""
+    host_bytes: int | None = None
+    """Slow memory that hotsplit has taken for cold rows; None where it takes none and they lie in the checkpoint."""
     dynamic: bool
     """Whether hot experts follow the traffic."""
     backend: str
@@ -105,7 +107,7 @@ class Record:
             swap_bytes=live.swaps.moved_bytes,
             update_failures=live.update_failures,
             hot_bytes=facts.hot_bytes,
-            host_bytes=int((facts.sizes.row_bytes * (~self._router.hot_mask()).sum(axis=1)).sum()),
+            host_bytes=self._cold_bytes() if facts.host_bytes is None else facts.host_bytes,
             budget_bytes=facts.budget_bytes,
             hit_ratio_window=last.hit if last else None,
             byte_hit_ratio_window=last.byte_hit if last else None,
@@ -120,6 +122,10 @@ class Record:
                 phase: {layer: counters.counts[phase][i].tolist() for i, layer in enumerate(layers)} for phase in PHASES
             },
         )
+
+    def _cold_bytes(self) -> int:
+        """Bytes of the experts that are cold now."""
+        return int((self.facts.sizes.row_bytes * (~self._router.hot_mask()).sum(axis=1)).sum())
 
     def save(self, lock: contextlib.AbstractContextManager[object] | None = None) -> None:
         """Write the snapshot and add to the learned counts what was learned since the last save.

@@ -225,10 +225,10 @@ def require_plan_for(plan: Plan, sizes: ExpertSizes, *, force: bool = False) -> 
     shape = (len(plan.layers), plan.identity.model.num_experts)
     if (differing and not (force and has_model)) or shape != (len(ours.layers or ()), ours.num_experts):
         got = "; ".join(differing) or f"{shape[0]} layers x {shape[1]} experts"
-        do = "make one for this model" + (
-            ", or pass --force to a command that has it" if has_model and not force else ""
+        forcing = ", or pass --force to a command that has it" if has_model and not force else ""
+        raise PlanMismatchError(
+            "the plan was made for another model", got=got, do=f"make one for this model{forcing}", differing=differing
         )
-        raise PlanMismatchError("the plan was made for another model", got=got, do=do, differing=differing)
     if differing:
         text = f"the plan is used because of --force, although {'; '.join(differing)}"
         notices.append(Notice(name="plan-forced", text=text, strict=False))

@@ -100,7 +100,7 @@ def _run_dir(config: HotsplitConfig, *, environ: MutableMapping[str, str]) -> st
 
 
 def _grant_time_to_save(vllm_config: Any) -> None:
-    """VLLM kills its workers where they stand unless it is given time: what was learned since the last save goes."""
+    """Workers are killed where they stand unless they are given time: what was learned since the last save goes."""
     if getattr(vllm_config, "shutdown_timeout", None) == 0:
         vllm_config.shutdown_timeout = SHUTDOWN_S
         text = "hotsplit: the server may take up to %d s to shut down (--shutdown-timeout), to save what was learned"

@@ -26,6 +26,7 @@ from hotsplit.bank.range_banks import RangeBankOptions, RangeBanks
 from hotsplit.bank.range_rows import RangeRows
 from hotsplit.bank.record import Record, RunFacts
 from hotsplit.bank.route import Phase
+from hotsplit.bank.rows import LayerRows
 from hotsplit.engines.vllm import announce, planning, tuned
 from hotsplit.engines.vllm.backends import Backend, BackendOptions, open_backend
 from hotsplit.engines.vllm.planning import Prepared
@@ -100,6 +101,7 @@ class Session:
         """The experts modules, by layer_id, once they are built."""
         self.left_alone: list[str] = []
         """Layers of routed experts that hotsplit does not serve: draft layers, other stacks."""
+        self._rows: tuple[LayerRows, ...] = ()
         self._found: list[str] = []
         self._names: dict[int, str] = {}
         self._claims: dict[str, Claim] = {}
@@ -153,7 +155,8 @@ class Session:
         device_type = self._prepared.place.device_type
         options = BackendOptions(bank_dir=config.bank_path, numa_policy=config.numa_policy, huge_pages=HUGE_PAGES)
         self._backend = open_backend(device_type, options=options)
-        self._memory = RangeRows(self._prepared.rows, memory=self._backend.memory)
+        self._rows = self._prepared.rows
+        self._memory = RangeRows(self._rows, memory=self._backend.memory)
         total = self._prepared.expert_bytes
         try:
             with LoadWatch("experts", total_bytes=total, num_layers=len(stage.layers)) as self._watch:
@@ -183,8 +186,10 @@ class Session:
             self.left_alone.append(layer_name)
             logger.info("hotsplit: %s is left alone: no layer of the plan", layer_name)
             return None
+        if self._memory is None or self._watch is None:
+            raise EngineError(f"{layer_name}", got="a layer that is built outside of its model's load")
         layer_id = stage.layers.index(index)
-        rows = self._prepared.rows[layer_id]
+        rows = self._rows[layer_id]
         num_shared = moe_config.num_experts - moe_config.num_logical_experts
         if moe_config.num_logical_experts != len(rows.row_map) or num_shared != rows.num_fixed:
             raise UnsupportedEngineError(
@@ -193,8 +198,6 @@ class Session:
                 wanted=f"{len(rows.row_map)} and {rows.num_fixed}, as the plan has",
                 do="switch fused shared experts off, or run this model without hotsplit",
             )
-        if self._memory is None or self._watch is None:
-            raise EngineError(f"{layer_name}", got="a layer that is built outside of its model's load")
         self._names[index] = layer_name
         claim = Claim(
             layer_id=layer_id,
@@ -283,7 +286,7 @@ class Session:
         )
         prior = None if prepared.choice.prior is None else stage.rows_of(prepared.choice.prior)
         self._banks = RangeBanks(
-            self._memory, layers=prepared.rows, prior=prior, options=options, device=self._backend.device
+            self._memory, layers=self._rows, prior=prior, options=options, device=self._backend.device
         )
         row_bytes = [self._memory.row_bytes(layer_id) for layer_id in range(len(stage.layers))]
         sizes, notices = prepared.with_real_rows(row_bytes, hot_bytes=self._memory.hot_bytes)
@@ -292,6 +295,7 @@ class Session:
             plan_hash=plan_hash(prepared.choice.plan),
             budget_bytes=stage.budget_bytes,
             hot_bytes=self._memory.hot_bytes,
+            host_bytes=self._memory.host_bytes,
             dynamic=config.dynamic,
             backend=self._backend.name,
             learn_into=config.state_path if prepared.is_learning else None,
@@ -300,7 +304,7 @@ class Session:
             stage=prepared.place.stage,
         )
         self._record = Record(self._banks.router, live=self._banks.live, facts=facts)
-        counts = {rows.num_rows: rows.num_rows - (rows.spare_row is not None) for rows in prepared.rows}
+        counts = {rows.num_rows: rows.num_rows - (rows.spare_row is not None) for rows in self._rows}
         notices += tuned.use_stock_counts(counts)
         announce.loaded(prepared, memory=self._memory, facts=facts, notices=notices, left_alone=self.left_alone)
         self._teller = _Teller(self._record, banks=self._banks)

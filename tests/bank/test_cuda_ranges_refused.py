@@ -193,8 +193,8 @@ def test_addresses_that_do_not_suffice_are_one_clear_error():
         ((4, 0), torch.uint8, 2, "rows of 0 bytes"),
         ((0, 256), torch.uint8, 0, "wanted rows"),
         ((), torch.uint8, 0, "wanted rows"),
-        ((4, 256), torch.uint8, 5, "got 5 rows in GPU memory; wanted 0..4"),
-        ((4, 256), torch.uint8, -1, "got -1 rows in GPU memory; wanted 0..4"),
+        ((4, 256), torch.uint8, 5, "got 5 rows in fast memory; wanted 0..4"),
+        ((4, 256), torch.uint8, -1, "got -1 rows in fast memory; wanted 0..4"),
     ],
 )
 def test_a_layout_that_cannot_be_kept_is_refused_before_any_call(shape, dtype, num_fast, message):

@@ -139,8 +139,8 @@ def test_one_row_is_enough(file, num_fast):
         ((4, 0), torch.uint8, 2, "rows of 0 bytes"),
         ((0, 64), torch.uint8, 0, "wanted rows"),
         ((), torch.uint8, 0, "wanted rows"),
-        ((4, 64), torch.uint8, 5, "got 5 rows in memory; wanted 0..4"),
-        ((4, 64), torch.uint8, -1, "got -1 rows in memory; wanted 0..4"),
+        ((4, 64), torch.uint8, 5, "got 5 rows in fast memory; wanted 0..4"),
+        ((4, 64), torch.uint8, -1, "got -1 rows in fast memory; wanted 0..4"),
     ],
 )
 def test_a_layout_that_cannot_be_kept_is_refused(file, shape, dtype, num_fast, message):

@@ -33,7 +33,6 @@ kernels are not. Rows move one by one: by copy_row(), or by torch between tensor
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -41,6 +40,7 @@ from typing import Final
 import torch
 
 from hotsplit.bank.driver import Driver, Location
+from hotsplit.bank.row_memory import bytes_per_row, can_divide, closed_range, require_layout
 from hotsplit.bank.tensor_at import DeviceTensors, TensorAt
 from hotsplit.errors import BankError
 from hotsplit.host.numa import NO_PLACEMENT, Placement, thread_policy
@@ -104,7 +104,7 @@ def can_stitch(shape: Sequence[int], *, dtype: torch.dtype) -> bool:
         shape: [R, ...].
         dtype: Of its elements.
     """
-    return min(shape, default=0) > 0 and not _row_bytes(shape, dtype=dtype) % ALIGNMENT
+    return can_divide(shape, dtype=dtype, alignment=ALIGNMENT)
 
 
 class CudaRange:
@@ -124,9 +124,9 @@ class CudaRange:
     """
 
     def __init__(self, *, shape: tuple[int, ...], dtype: torch.dtype, num_fast: int, memory: CudaMemory) -> None:
-        _require_layout(shape, dtype=dtype, num_fast=num_fast)
+        require_layout(shape, dtype=dtype, num_fast=num_fast, alignment=ALIGNMENT)
         self._memory, self._num_rows = memory, shape[0]
-        self._row_bytes = _row_bytes(shape, dtype=dtype)
+        self._row_bytes = bytes_per_row(shape, dtype=dtype)
         self._base = 0
         self._segments: list[_Segment] = []
         self._tensor: torch.Tensor | None = None
@@ -158,7 +158,7 @@ class CudaRange:
             BankError: The range is closed.
         """
         if self._tensor is None:
-            raise _closed()
+            raise closed_range()
         return self._tensor
 
     def row_address(self, row: int) -> int:
@@ -171,7 +171,7 @@ class CudaRange:
             BankError: No such row, or the range is closed.
         """
         if self._tensor is None:
-            raise _closed()
+            raise closed_range()
         if not 0 <= row < self._num_rows:
             raise BankError("row of an address range", got=str(row), wanted=f"0..{self._num_rows - 1}")
         return self.address + row * self._row_bytes
@@ -201,7 +201,7 @@ class CudaRange:
             BankError: The range is closed.
         """
         if self._tensor is None:
-            raise _closed()
+            raise closed_range()
 
     def close(self) -> None:
         """Unmap it all, then give memory and addresses back; twice is harmless.
@@ -303,20 +303,3 @@ class _Segment:
             except BankError as error:
                 failures.append(error)
         return failures
-
-
-def _require_layout(shape: Sequence[int], *, dtype: torch.dtype, num_fast: int) -> None:
-    what = f"address range for a tensor {tuple(shape)} of {dtype}"
-    if not can_stitch(shape, dtype=dtype):
-        wanted = f"rows, each a multiple of {ALIGNMENT} bytes: start and page edge cannot both be kept with others"
-        raise BankError(what, got=f"rows of {_row_bytes(shape, dtype=dtype)} bytes", wanted=wanted)
-    if not 0 <= num_fast <= shape[0]:
-        raise BankError(what, got=f"{num_fast} rows in GPU memory", wanted=f"0..{shape[0]}")
-
-
-def _closed() -> BankError:
-    return BankError("address range", got="a closed one")
-
-
-def _row_bytes(shape: Sequence[int], *, dtype: torch.dtype) -> int:
-    return math.prod(shape[1:]) * dtype.itemsize

@@ -31,12 +31,11 @@ Placement is exclusive (rows.py). The memory itself is ranges.py's; nothing here
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from hotsplit.bank.row_memory import AddressRange, RowMemory
+from hotsplit.bank.row_memory import AddressRange, RowMemory, can_divide
 from hotsplit.bank.rows import LayerRows
 from hotsplit.errors import BankError
 
@@ -278,8 +277,7 @@ class RangeRows:
     def _require_shape(self, layer_id: int, shape: tuple[int, ...], *, dtype: torch.dtype) -> None:
         num_rows = self._layer(layer_id).num_rows
         alignment = self.memory.alignment
-        row_bytes = math.prod(shape[1:]) * dtype.itemsize
-        if shape[:1] != (num_rows,) or not row_bytes or row_bytes % alignment:
+        if shape[:1] != (num_rows,) or not can_divide(shape, dtype=dtype, alignment=alignment):
             got = f"a tensor {tuple(shape)} of {dtype}"
             wanted = f"{num_rows} rows, each a multiple of {alignment} bytes"
             raise BankError(f"layer_id {layer_id}", got=got, wanted=wanted, layer_id=layer_id)

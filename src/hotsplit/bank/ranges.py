@@ -31,7 +31,6 @@ import ctypes
 import errno
 import functools
 import logging
-import math
 import mmap
 import os
 import tempfile
@@ -41,6 +40,7 @@ from typing import Final
 
 import torch
 
+from hotsplit.bank.row_memory import bytes_per_row, can_divide, closed_range, require_layout
 from hotsplit.errors import BankError
 from hotsplit.units import gib
 
@@ -77,7 +77,7 @@ def can_stitch(shape: Sequence[int], *, dtype: torch.dtype) -> bool:
         shape: [R, ...].
         dtype: Of its elements.
     """
-    return min(shape, default=0) > 0 and not _row_bytes(shape, dtype=dtype) % ALIGNMENT
+    return can_divide(shape, dtype=dtype, alignment=ALIGNMENT)
 
 
 def free_bytes(folder: Path) -> int:
@@ -218,8 +218,8 @@ class StitchedRange:
         file: BankFile,
         huge_pages: bool = True,
     ) -> None:
-        _require_layout(shape, dtype=dtype, num_fast=num_fast)
-        row_bytes = _row_bytes(shape, dtype=dtype)
+        require_layout(shape, dtype=dtype, num_fast=num_fast, alignment=ALIGNMENT)
+        row_bytes = bytes_per_row(shape, dtype=dtype)
         self._file, self._offset, self._base = file, -1, 0
         self._tensor: torch.Tensor | None = None
         self.num_bytes = row_bytes * shape[0]
@@ -247,7 +247,7 @@ class StitchedRange:
             BankError: The range is closed.
         """
         if self._tensor is None:
-            raise _closed()
+            raise closed_range()
         return self._tensor
 
     def evict(self) -> None:
@@ -257,7 +257,7 @@ class StitchedRange:
             BankError: The range is closed, the disk failed, or the kernel is older than 5.4.
         """
         if not self._base:
-            raise _closed()
+            raise closed_range()
         if not self.slow_bytes:
             return
         try:
@@ -349,23 +349,6 @@ def _warn_once(text: str) -> None:
 def _tensor_at(address: int, *, num_bytes: int) -> torch.Tensor:
     """The bytes at an address, [num_bytes], uint8; they stay the caller's to unmap."""
     return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=torch.uint8)
-
-
-def _require_layout(shape: Sequence[int], *, dtype: torch.dtype, num_fast: int) -> None:
-    what = f"address range for a tensor {tuple(shape)} of {dtype}"
-    if not can_stitch(shape, dtype=dtype):
-        wanted = f"rows, each a multiple of {ALIGNMENT} bytes: start and page edge cannot both be kept with others"
-        raise BankError(what, got=f"rows of {_row_bytes(shape, dtype=dtype)} bytes", wanted=wanted)
-    if not 0 <= num_fast <= shape[0]:
-        raise BankError(what, got=f"{num_fast} rows in memory", wanted=f"0..{shape[0]}")
-
-
-def _closed() -> BankError:
-    return BankError("address range", got="a closed one")
-
-
-def _row_bytes(shape: Sequence[int], *, dtype: torch.dtype) -> int:
-    return math.prod(shape[1:]) * dtype.itemsize
 
 
 def _whole_pages(num_bytes: int) -> int:

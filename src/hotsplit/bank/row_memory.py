@@ -5,10 +5,13 @@ A memory makes tensors whose first rows are fast and whose others are slow, and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+
+from hotsplit.errors import BankError
 
 
 class AddressRange(Protocol):
@@ -84,3 +87,49 @@ class RowMemory(Protocol):
         Raises:
             BankError: A row does not lie where it should.
         """
+
+
+def bytes_per_row(shape: Sequence[int], *, dtype: torch.dtype) -> int:
+    """Bytes of one row.
+
+    Args:
+        shape: [R, ...].
+        dtype: Of its elements.
+    """
+    return math.prod(shape[1:]) * dtype.itemsize
+
+
+def can_divide(shape: Sequence[int], *, dtype: torch.dtype, alignment: int) -> bool:
+    """Whether a tensor can have its rows in two memories: an aligned start and a page edge can both be kept.
+
+    Args:
+        shape: [R, ...].
+        dtype: Of its elements.
+        alignment: Bytes, of the memory.
+    """
+    return min(shape, default=0) > 0 and not bytes_per_row(shape, dtype=dtype) % alignment
+
+
+def require_layout(shape: Sequence[int], *, dtype: torch.dtype, num_fast: int, alignment: int) -> None:
+    """Refuse what no range can be made for.
+
+    Args:
+        shape: [R, ...].
+        dtype: Of its elements.
+        num_fast: Rows in fast memory.
+        alignment: Bytes, of the memory.
+
+    Raises:
+        BankError: Rows of other sizes, or more fast rows than rows.
+    """
+    what = f"address range for a tensor {tuple(shape)} of {dtype}"
+    if not can_divide(shape, dtype=dtype, alignment=alignment):
+        wanted = f"rows, each a multiple of {alignment} bytes: start and page edge cannot both be kept with others"
+        raise BankError(what, got=f"rows of {bytes_per_row(shape, dtype=dtype)} bytes", wanted=wanted)
+    if not 0 <= num_fast <= shape[0]:
+        raise BankError(what, got=f"{num_fast} rows in fast memory", wanted=f"0..{shape[0]}")
+
+
+def closed_range() -> BankError:
+    """The error of a range that is used after close()."""
+    return BankError("address range", got="a closed one")

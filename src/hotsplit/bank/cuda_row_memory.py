@@ -64,6 +64,7 @@ class CudaRowMemory:
             moves: Target and source addresses.
             num_bytes: Of every move.
         """
+        self._synchronise()  # what an engine's own stream still writes there comes first
         for target, source in moves:
             self._memory.driver.copy(target, source=source, num_bytes=num_bytes, stream=0)
         self._synchronise()

@@ -96,11 +96,13 @@ class RangeBanks:
             self.live.adapt(self.swapper, rebalancer=rebalancer)
 
     def tick(self) -> None:
-        """Before a step: publish what is copied, update when it is time.
+        """Before a step: publish what is copied, update when it is time; nothing while a graph is captured.
 
         Raises:
             BankError: The third update in a row failed.
         """
+        if self._swaps is not None and self._swaps.is_capturing():
+            return
         with self.lock:
             self.live.tick()
 

@@ -27,6 +27,9 @@ from hotsplit.errors import BankError
 class ClosableSwaps(SwapBackend, Protocol):
     """A SwapBackend that ends."""
 
+    def is_capturing(self) -> bool:
+        """Whether the calling thread is capturing a graph: nothing may be enqueued or asked then."""
+
     def close(self) -> None:
         """End the copies under way and forget the others; before the rows are closed."""
 

@@ -35,6 +35,10 @@ class RangeSwapBackend:
         self.copied_bytes = 0
         """Bytes of finished copies, both ways; written by the worker alone."""
 
+    def is_capturing(self) -> bool:
+        """Never: a CPU captures no graphs."""
+        return False
+
     def record(self, stream: Stream) -> _Event:
         """An event behind everything enqueued on the stream so far.
 

@@ -212,7 +212,8 @@ class SimStreams:
 
     def is_stepping(self) -> bool:
         """Whether a step has begun and not ended."""
-        return bool(self._queues["compute"]) and self._queues["compute"][0] == _Step(is_running=True)
+        first = self._queues["compute"][:1]
+        return any(isinstance(work, _Step) and work.is_running for work in first)
 
     def num_copies(self) -> int:
         """Copies enqueued and not finished."""

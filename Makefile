@@ -17,6 +17,10 @@ VLLM_VERSION ?= 0.32.0
 PYTHON_VLLM ?= $(PYTHON)
 VENV_VLLM ?= .venv-vllm
 BIN_VLLM := $(VENV_VLLM)/bin
+# The machine's own Python with a CUDA build of torch, triton and cuda.bindings, for `make gpu-check`; hotsplit itself needs
+# no installation there. More arguments go behind it: GPU_ARGS="--only cold_reads".
+GPU_PYTHON ?= python3
+GPU_ARGS ?=
 # More for every pip call: PIP_ARGS="--index-url https://mirror.example/simple" for one.
 PIP_ARGS ?=
 
@@ -28,7 +32,7 @@ TEST_VLLM = VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_TH
     VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 $(BIN_VLLM)/python -m pytest tests/engines/vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm soak check docs clean
+.PHONY: help demo test test-vllm soak gpu-check check docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -44,6 +48,10 @@ test-vllm: $(VENV_VLLM)/.dev ## install vLLM's CPU build into .venv-vllm and tes
 
 soak: $(VENV_VLLM)/.dev ## the same, with the tests that take many minutes each, and only those
 	$(TEST_VLLM) -m "vllm and soak"
+
+gpu-check: ## every figure of the CUDA backend, on an NVIDIA GPU (8 minutes): benchmarks/results/gpu_check.json
+	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m hotsplit.bank.cuda_check --out benchmarks/results/gpu_check.json \
+	    --commit "$$(git describe --always --exclude='*' --abbrev=40 --dirty=+changes 2> /dev/null)" $(GPU_ARGS)
 
 check: $(VENV)/.dev ## lint, types, import contracts, spelling, generated docs
 	$(BIN)/ruff check

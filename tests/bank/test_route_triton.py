@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="needs triton")
 from hotsplit.bank.kernels import reference, route_triton  # the line above decides whether these can be imported
 from hotsplit.bank.kernels.reference import LayerCounters
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.slow]
 
 E, FIXED, NUM_LAYERS, PHASES = 6, 2, 3, 2
 LAYER = 1

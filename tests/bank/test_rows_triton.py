@@ -24,6 +24,7 @@ from hotsplit.errors import BankError
 
 pytestmark = [
     pytest.mark.interpreted,
+    pytest.mark.slow,
     # numpy's exp says so for values of which the sigmoid is 0.
     pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
 ]

@@ -20,13 +20,18 @@ _NEEDED = {"gpu": "torch", "vllm": "vllm", "transformers": "transformers"}
 
 
 @pytest.fixture(autouse=True, scope="session")
-def quiet_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Settings of whoever runs the tests do not reach them, and nothing reaches the user's cache or the network."""
+def quiet_environment(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[None]:
+    """Settings of whoever runs the tests do not reach them, and nothing reaches the user's cache or the network.
+
+    Nor does a GPU, unless the tests that need one are asked for: models would run there, and promise other bits.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("HOTSPLIT_")]:  # noqa: TID251 - cleared, not read
             patch.delenv(name)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("HF_HUB_OFFLINE", "1")
+        if "gpu" not in str(pytestconfig.getoption("markexpr")):
+            patch.setenv("CUDA_VISIBLE_DEVICES", "")
         yield
 
 

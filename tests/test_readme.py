@@ -78,7 +78,7 @@ def test_it_is_short():
 
 def test_its_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = {words[1] for words in commands("make")} | set(re.findall(r"`make (\w+)", README))
+    targets = {words[1] for words in commands("make")} | set(re.findall(r"`make ([\w-]+)", README))
     assert {"demo", "test"} <= targets
     assert set() == {target for target in targets if f"\n{target}:" not in makefile}
     assert "\nTORCH_INDEX ?=" in makefile

@@ -177,7 +177,8 @@ class HotsplitConfig:
     dyn_schedule: str = _setting(_choice("fixed", not_built=("adaptive",)), default="fixed")
     """Whether updates come at fixed distances or as the traffic's change asks for."""
     kernel: str = _setting(_choice("exact", not_built=("fast",)), default="exact")
-    """How the transformers engine computes experts: bit-identical to its own eager code, or fast within a tolerance."""
+    """How the transformers engine computes experts on a CPU: bit-identical to its own eager code, or fast within a
+    tolerance. Refused on a GPU, where neither can be promised."""
     bank_dir: Path | None = _setting(_path())
     """Where an engine that keeps cold rows in files of its own puts them. Without it: the state folder."""
     origins: Mapping[str, Origin] = field(default_factory=dict, compare=False)

@@ -1,14 +1,15 @@
 """The CUDA swap backend on simulated streams, as explorer.py wants it: every byte knows its owner, every state is checked.
 
 Stands where SimBackend stands, but below it are the real CudaSwapBackend and real addresses: two row maps, of 8 and of
-4 bytes per entry, and two tensors per row, weights and scales. The layout in memory:
+4 bytes per entry, and two tensors per row, weights and scales. The layout in memory, stitched and in two banks:
 
     int64 maps [L, E + 1] | int32 maps [L, E + 1] | layer 0: weights [R, 4], scales [R, 2] | layer 1: ...
+    int64 maps | int32 maps | layer 0: cold weights, cold scales | ... | layer 0: hot weights, hot scales | layer 1: ...
 
 Raises SimViolation when
 - an entry of either map names no row, another expert's row, or bytes that are not wholly its expert's;
 - an entry changes while a step runs, or the two maps differ when one begins;
-- a copy writes to a row that an entry names;
+- a copy reads or writes what is no row, or writes to a row that an entry names;
 - more rows are on their way than the test allows.
 
 So each read of a step, through either map, whenever in the step, returns the bytes of the expert that was asked for.
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hotsplit.bank.cuda_swaps import CudaSwapBackend, DeviceRowMap, _RowCopy
+from hotsplit.bank.row_memory import RowTensor
 from hotsplit.bank.rows import LayerRows
 from hotsplit.bank.sim import SimViolation
 from hotsplit.bank.sim_streams import SimMemory, SimStreams
@@ -41,17 +43,17 @@ class Arena:
 
     layouts: tuple[LayerRows, ...]
     maps: tuple[DeviceRowMap, ...]
-    tables: tuple[tuple[tuple[int, int], ...], ...]
+    map_bytes: int
+    """Of all row maps, which come first."""
+    tables: tuple[tuple[RowTensor, ...], ...]
     """Per layer: what RowMemory.tensors() says."""
+    places: tuple[tuple[range, int, int], ...]
+    """Addresses of every row of every tensor, its layer and its number."""
     verdicts: dict[bytes, str | None] = field(default_factory=dict)
     """By content: memo of find_violation()."""
 
-    def tensors(self, layer_id: int) -> Sequence[tuple[int, int]]:
+    def tensors(self, layer_id: int) -> Sequence[RowTensor]:
         return self.tables[layer_id]
-
-    @property
-    def map_bytes(self) -> int:
-        return self.tables[0][0][0] - ADDRESS
 
     def row_map(self, content: bytes, layer_id: int, *, which: int) -> tuple[int, ...]:
         """One of the maps as it stands, [E]."""
@@ -66,15 +68,14 @@ class Arena:
 
     def row(self, content: bytes, layer_id: int, *, row: int) -> bytes:
         """All bytes of a row, tensor by tensor."""
-        starts = [(address - ADDRESS + row * size, size) for address, size in self.tables[layer_id]]
+        starts = [(one.address_of(row) - ADDRESS, one.row_bytes) for one in self.tables[layer_id]]
         return b"".join(content[start : start + size] for start, size in starts)
 
     def row_at(self, address: int) -> tuple[int, int]:
         """Layer and row of a byte."""
-        for layer_id, tensors in enumerate(self.tables):
-            for start, size in tensors:
-                if start <= address < start + size * self.layouts[layer_id].num_rows:
-                    return layer_id, (address - start) // size
+        for addresses, layer_id, row in self.places:
+            if address in addresses:
+                return layer_id, row
         raise SimViolation("a copy", got=f"address {address}", wanted="a row's")
 
     def named_rows(self, content: bytes) -> set[tuple[int, int]]:
@@ -118,6 +119,7 @@ class CudaMachine:
         max_copies: The backend's.
         failing_copies: Ordinals of the driver's copies that are refused, two for each row.
         limit: Rows that may be on their way when a step is launched.
+        num_banks: Parts of every tensor.
     """
 
     def __init__(
@@ -129,8 +131,9 @@ class CudaMachine:
         max_copies: int = 1,
         failing_copies: Collection[int] = (),
         limit: int = MANY,
+        num_banks: int = 1,
     ) -> None:
-        self.arena, content = build(tuple(layouts))
+        self.arena, content = build(tuple(layouts), num_banks=num_banks)
         self.memory = CheckedMemory(content, arena=self.arena)
         self.streams = SimStreams(self.memory, num_chunks=num_chunks, failing_copies=failing_copies)
         self.backend = backend(
@@ -240,6 +243,7 @@ class CheckedMemory(SimMemory):
         self._arena = arena
 
     def copy(self, target: int, *, source: int, num_bytes: int, stream: int) -> None:
+        self._arena.row_at(source)
         layer_id, row = self._arena.row_at(target)
         if (layer_id, row) in self._arena.named_rows(self.content):
             raise SimViolation(f"layer_id {layer_id}", got=f"row {row}, which an entry names, written to")
@@ -258,19 +262,31 @@ def owner(layer_id: int, expert: int) -> int:
     return 16 * layer_id + expert + 1
 
 
-def build(layouts: tuple[LayerRows, ...]) -> tuple[Arena, bytes]:
+def build(layouts: tuple[LayerRows, ...], *, num_banks: int) -> tuple[Arena, bytes]:
     """Lay everything out as the banks would be built."""
     num_entries, maps, content = len(layouts[0].row_map) + 1, [], b""
     for size in (8, 4):
         maps.append(DeviceRowMap(address=ADDRESS + len(content), layer_bytes=size * num_entries, entry_bytes=size))
         for layout in layouts:
             content += b"".join(row.to_bytes(size, "little", signed=True) for row in (*layout.row_map, -1))
-    tables = []
-    for layer_id, layout in enumerate(layouts):
-        owners = {row: owner(layer_id, expert) for expert, row in enumerate(layout.row_map)}
-        table = []
-        for size in TENSOR_BYTES:
-            table.append((ADDRESS + len(content), size))
-            content += b"".join(bytes([owners.get(row, NOBODY)]) * size for row in range(layout.num_rows))
-        tables.append(tuple(table))
-    return Arena(layouts=layouts, maps=tuple(maps), tables=tuple(tables)), content
+    map_bytes = len(content)
+    pieces: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for cold_first in (True, False)[2 - num_banks :]:
+        for layer_id, layout in enumerate(layouts):
+            first = layout.first_cold if cold_first else 0
+            past = layout.num_rows if cold_first or num_banks == 1 else layout.first_cold
+            owners = {row: owner(layer_id, expert) for expert, row in enumerate(layout.row_map)}
+            for number, size in enumerate(TENSOR_BYTES):
+                pieces.setdefault((layer_id, number), []).insert(0, (first, ADDRESS + len(content)))
+                content += b"".join(bytes([owners.get(row, NOBODY)]) * size for row in range(first, past))
+    tables = tuple(
+        tuple(RowTensor(pieces=tuple(pieces[layer_id, i]), row_bytes=size) for i, size in enumerate(TENSOR_BYTES))
+        for layer_id in range(len(layouts))
+    )
+    places = tuple(
+        (range(one.address_of(row), one.address_of(row) + one.row_bytes), layer_id, row)
+        for layer_id, table in enumerate(tables)
+        for one in table
+        for row in range(layouts[layer_id].num_rows)
+    )
+    return Arena(layouts=layouts, maps=tuple(maps), map_bytes=map_bytes, tables=tables, places=places), content

@@ -18,6 +18,7 @@ from hotsplit.bank.cuda_swaps import CudaSwapBackend, DeviceRowMap, device_row_m
 from hotsplit.bank.driver import Location
 from hotsplit.bank.fake_driver import NOTHING, FakeDriver
 from hotsplit.bank.route import Router
+from hotsplit.bank.row_memory import RowTensor
 from hotsplit.bank.rows import place
 from hotsplit.bank.sim_streams import SimStreams
 from hotsplit.bank.swap import SwapBackend, Swapper
@@ -64,7 +65,9 @@ class Bank:
         return tensors
 
     def tensors(self, layer_id):
-        return [(one.data_ptr(), one.stride(0) * one.element_size()) for one in self.tensors_of[layer_id]]
+        sizes = [one.stride(0) * one.element_size() for one in self.tensors_of[layer_id]]
+        addresses = [one.data_ptr() for one in self.tensors_of[layer_id]]
+        return [RowTensor(pieces=((0, at),), row_bytes=size) for at, size in zip(addresses, sizes, strict=True)]
 
     def is_sound(self):
         """Whether a step that reads every expert, through either map, finds its own bytes in all tensors."""
@@ -195,9 +198,14 @@ def test_a_swap_copies_every_tensor_in_and_back_on_the_side_stream_and_by_rows(b
     bank.streams._num_chunks = 1
     bank.finish()
     expected = [
-        {"target": address + target * size, "source": address + source * size, "num_bytes": size, "stream": 2}
+        {
+            "target": tensor[target].data_ptr(),
+            "source": tensor[source].data_ptr(),
+            "num_bytes": tensor[0].nbytes,
+            "stream": 2,
+        }
         for source, target in ((cold, spare), (hot, cold))
-        for address, size in bank.tensors(0)
+        for tensor in bank.tensors_of[0]
     ]
     assert (expected, 2) == (bank.calls(COPY), bank.streams.handle("side"))
     require_sound(bank)

@@ -14,6 +14,7 @@ import pytest
 from bank.cuda_machine import MANY, CudaMachine
 from bank.explorer import Finding, Scenario, exclusive, explore
 from hotsplit.bank.cuda_swaps import CudaSwapBackend, RowMemory
+from hotsplit.bank.row_memory import RowTensor
 from hotsplit.bank.swap import Stream, WaitName
 
 TWO_LAYERS = (exclusive(2, hot=1),) * 2
@@ -94,13 +95,30 @@ class WithoutLastTensor:
     def __init__(self, rows: RowMemory) -> None:
         self.rows = rows
 
-    def tensors(self, layer_id: int) -> Sequence[tuple[int, int]]:
+    def tensors(self, layer_id: int) -> Sequence[RowTensor]:
         return self.rows.tensors(layer_id)[:-1]
 
 
 class LeavesOutATensor(CudaSwapBackend):
     def __init__(self, rows: RowMemory, **options: Any) -> None:
         super().__init__(WithoutLastTensor(rows), **options)
+
+
+class OneBankOnly(CudaSwapBackend):
+    """Takes cold rows to lie behind the hot ones, as they do in a stitched range."""
+
+    def __init__(self, rows: RowMemory, **options: Any) -> None:
+        super().__init__(FromTheFirstRow(rows), **options)
+
+
+class FromTheFirstRow:
+    """Row memory that knows of no second part."""
+
+    def __init__(self, rows: RowMemory) -> None:
+        self.rows = rows
+
+    def tensors(self, layer_id: int) -> Sequence[RowTensor]:
+        return [RowTensor(pieces=one.pieces[:1], row_bytes=one.row_bytes) for one in self.rows.tensors(layer_id)]
 
 
 class EventBeforeTheLastTensor(CudaSwapBackend):
@@ -110,9 +128,9 @@ class EventBeforeTheLastTensor(CudaSwapBackend):
         rows, self._rows = self._rows, WithoutLastTensor(self._rows)
         super()._start(copy)
         self._rows = rows
-        address, size = rows.tensors(copy.layer_id)[-1]
-        target, source = address + copy.target_row * size, address + copy.source_row * size
-        self._driver.copy(target, source=source, num_bytes=size, stream=self._streams.handle(copy.stream))
+        last = rows.tensors(copy.layer_id)[-1]
+        target, source = last.address_of(copy.target_row), last.address_of(copy.source_row)
+        self._driver.copy(target, source=source, num_bytes=last.row_bytes, stream=self._streams.handle(copy.stream))
 
 
 class WritesBackLate(CudaSwapBackend):
@@ -188,9 +206,31 @@ def test_every_state_of_one_small_layer_is_sound(layout, side_streams, min_state
     require_sound(explore(scenario), min_states=min_states, min_swaps=24)
 
 
+@pytest.mark.parametrize("publish", ["done", "enqueued"])
+@pytest.mark.parametrize("layouts", [(exclusive(3, hot=1),), (exclusive(3, hot=2),), TWO_LAYERS])
+def test_every_state_of_rows_in_two_banks_is_sound_and_there_are_as_many_as_of_stitched_ones(layouts, publish):
+    banked, stitched = (
+        explore(Scenario(layouts=layouts, publish=publish, launch_ahead=1, backend=machine(num_banks=num_banks)))
+        for num_banks in (2, 1)
+    )
+    require_sound(banked, min_states=250, min_swaps=8)
+    assert stitched.num_states == banked.num_states
+
+
+@pytest.mark.parametrize("publish", ["done", "enqueued"])
+@pytest.mark.parametrize("layouts", [(exclusive(3, hot=1),), TWO_LAYERS])
+def test_copies_that_know_of_one_bank_alone_are_found_where_there_are_two(layouts, publish):
+    scenario = Scenario(layouts=layouts, publish=publish, backend=machine(OneBankOnly, num_banks=2))
+    assert explore(scenario).violation is not None
+    stitched = Scenario(layouts=layouts, publish=publish, launch_ahead=1, backend=machine(OneBankOnly))
+    assert explore(stitched).violation is None
+
+
+@pytest.mark.parametrize("num_banks", [1, 2])
 @pytest.mark.parametrize(("publish", "min_states"), [("done", 13_000), ("enqueued", 19_000)])
-def test_every_state_of_a_layer_with_two_hot_and_two_cold_experts_is_sound(publish, min_states):
-    scenario = Scenario(layouts=(exclusive(4, hot=2),), publish=publish, backend=machine(max_copies=MANY))
+def test_every_state_of_a_layer_with_two_hot_and_two_cold_experts_is_sound(publish, min_states, num_banks):
+    backend = machine(max_copies=MANY, num_banks=num_banks)
+    scenario = Scenario(layouts=(exclusive(4, hot=2),), publish=publish, backend=backend)
     require_sound(explore(scenario), min_states=min_states, min_swaps=440)
 
 
@@ -237,7 +277,7 @@ def test_every_state_is_sound_when_the_driver_refuses_a_copy_that_waited_for_its
     assert 1 <= finding.num_failures
 
 
-@pytest.mark.parametrize("max_copies", [1, MANY])
+@pytest.mark.parametrize(("max_copies", "num_banks"), [(1, 1), (MANY, 1), (1, 2)])
 @pytest.mark.parametrize("side_streams", [1, 2])
 @pytest.mark.parametrize("hot", [1, 2])
 @pytest.mark.parametrize(
@@ -249,12 +289,14 @@ def test_every_state_is_sound_when_the_driver_refuses_a_copy_that_waited_for_its
         ("w4", "with bytes of others"),
     ],
 )
-def test_each_dropped_wait_is_found_when_swaps_are_published_as_enqueued(name, symptom, hot, side_streams, max_copies):
+def test_each_dropped_wait_is_found_when_swaps_are_published_as_enqueued(
+    name, symptom, hot, side_streams, max_copies, num_banks
+):
     scenario = Scenario(
         layouts=(exclusive(3, hot=hot),),
         publish="enqueued",
         side_streams=side_streams,
-        backend=machine(dropping(name), max_copies=max_copies),
+        backend=machine(dropping(name), max_copies=max_copies, num_banks=num_banks),
     )
     assert symptom in str(explore(scenario).violation)
 

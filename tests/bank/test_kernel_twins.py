@@ -96,7 +96,7 @@ def test_rows_have_the_dtype_of_the_ids():
 def test_padding_takes_the_rows_of_the_first_real_token_or_row_0():
     ids = [[0, 1], [2, -1], [3, 3]]
     assert [[3, -1], [3, -1], [6, 6]] == route(ids, mask=[True, False, False, True]).tolist()
-    assert [[0, 0]] * 3 == route(ids, mask=[True] * 3).tolist()
+    assert [[0, 0], [0, -1], [0, 0]] == route(ids, mask=[True] * 3).tolist()
     assert [[5, 0], [3, -1], [6, 6]] == route(ids, mask=[True] * 3, redirect_padding=False).tolist()
 
 
@@ -147,6 +147,28 @@ def test_outputs_are_those_computed_by_hand(activation, has_gate):
     drawn = random_tokens(3, hidden_dim=8)
     expected = torch.tensor(by_hand(experts, drawn), dtype=torch.float32)
     torch.testing.assert_close(compute(experts, drawn), expected, rtol=1e-5, atol=1e-6)
+
+
+def clamped(gate, other, *, limit, slope, shift):
+    """What a gate with a limit makes of its two values."""
+    gate, other = min(gate, limit), max(-limit, min(other, limit))
+    return gate / (1 + math.exp(-slope * gate)) * (other + shift)
+
+
+@pytest.mark.parametrize(("limit", "slope", "shift"), [(0.4, 1.0, 0.0), (0.5, 1.702, 1.0)])
+def test_a_gates_limit_slope_and_shift_are_those_computed_by_hand(limit, slope, shift):
+    values = torch.tensor([[-2.0, -0.45, 0.1, 3.0, 0.9, -0.2, -7.0, 0.3]])
+    rows = random_experts(hidden_dim=8, inner_dim=4, gate_limit=limit, gate_slope=slope, gate_shift=shift).placed(
+        range(5), num_rows=5
+    )
+    pairs = zip(values[0, :4].tolist(), values[0, 4:].tolist(), strict=True)
+    wanted = [[clamped(gate, other, limit=limit, slope=slope, shift=shift) for gate, other in pairs]]
+    torch.testing.assert_close(reference.activated(values, rows=rows), torch.tensor(wanted))
+
+
+def test_a_limit_keeps_what_is_no_number():
+    rows = random_experts(hidden_dim=8, inner_dim=1, gate_limit=1.0).placed(range(5), num_rows=5)
+    assert reference.activated(torch.tensor([[float("nan"), 1.0]]), rows=rows).isnan().all()
 
 
 @given(st.permutations(range(7)).map(lambda rows: rows[:5]))
@@ -214,6 +236,12 @@ def changed(experts, **changes):
         ({"down_scale": torch.zeros(5, 1, 1)}, "weights of expert rows: got torch.float32 without factors of up"),
         ({"activation": "tanh"}, "activation of expert rows: got tanh; wanted one of silu, gelu"),
         ({"up": torch.zeros(64, 5, 64).transpose(0, 1)}, "up of expert rows: got a strided view"),
+        ({"gate_slope": 1.5, "activation": "gelu"}, "slope of expert rows: got 1.5 with gelu; wanted 1, or silu"),
+        ({"gate_limit": 0.0}, "limit of a gate: got 0.0; wanted more than 0"),
+        (
+            {"up": torch.zeros(5, 32, 64), "has_gate": False, "gate_shift": 1.0},
+            "limit, slope and shift of a gate: got rows without a gate",
+        ),
         ({"scale_block": 24}, "block of scaled expert rows: got 24; wanted a power of two >= 16"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotsplit.bank import file_memory, range_rows, ranges
+from hotsplit.bank import range_rows, ranges
 from hotsplit.bank.file_memory import FileMemory
 from hotsplit.bank.range_rows import RangeRows
 from hotsplit.bank.ranges import BankFile
@@ -121,13 +121,14 @@ def test_a_layer_that_does_not_exist_is_refused(rows, layer_id):
             call()
 
 
-def test_replacing_gives_the_old_memory_up_and_forgets_what_was_registered(rows, file):
+def test_releasing_gives_the_memory_up_and_forgets_what_was_registered(rows, file):
     (weight, scale, bias, _), _ = make(rows, 0, num_rows=5)
     other = rows.allocate(1, shape=(5, 64), dtype=torch.uint8)
     expected = [fill(scale), fill(other)]
-    wider = rows.replace(0, weight, shape=(5, 128, 32), dtype=torch.bfloat16)
+    rows.release(0, weight)
+    assert (False, 2, 2 * 4096) == (rows.owns(weight), len(rows.ranges), file.num_bytes)
+    wider = rows.allocate(0, shape=(5, 128, 32), dtype=torch.bfloat16)
     fill(wider)
-    assert ((5, 128, 32), torch.bfloat16) == (tuple(wider.shape), wider.dtype)
     assert (True, 3) == (rows.owns(wider), len(rows.ranges))
     assert 2 * 8192 + 2 * 4096 == rows.host_bytes == file.num_bytes
     assert equal(expected, [scale, other])
@@ -137,27 +138,12 @@ def test_replacing_gives_the_old_memory_up_and_forgets_what_was_registered(rows,
     assert 8192 + 192 + 12 == rows.row_bytes(0)
 
 
-def test_the_old_memory_is_gone_before_the_new_one_is_taken(rows, monkeypatch):
-    weight = rows.allocate(0, shape=(5, 4096), dtype=torch.uint8)
-    held = rows.ranges[0]
-
-    class Watching(ranges.StitchedRange):
-        def __init__(self, **kwargs):
-            assert not held._base
-            super().__init__(**kwargs)
-
-    monkeypatch.setattr(file_memory, "StitchedRange", Watching)
-    assert (5, 8192) == tuple(rows.replace(0, weight, shape=(5, 8192), dtype=torch.uint8).shape)
-
-
-def test_a_replacement_that_cannot_be_keeps_the_old_tensor(rows):
+def test_a_tensor_that_is_not_the_layers_is_not_released(rows):
     weight = rows.allocate(0, shape=(5, 64), dtype=torch.uint8)
     expected = fill(weight)
-    for layer_id, tensor, shape in [(0, weight, (5, 65)), (0, weight, (4, 64)), (1, weight, (5, 64))]:
-        with pytest.raises(BankError):
-            rows.replace(layer_id, tensor, shape=shape, dtype=torch.uint8)
-    with pytest.raises(BankError, match="got another tensor; wanted one that was allocated for it"):
-        rows.replace(0, torch.empty(5, 64), shape=(5, 64), dtype=torch.uint8)
+    for layer_id, tensor in [(1, weight), (0, torch.empty(5, 64))]:
+        with pytest.raises(BankError, match="got another tensor; wanted one that was allocated for it"):
+            rows.release(layer_id, tensor)
     assert equal([expected], [weight])
 
 

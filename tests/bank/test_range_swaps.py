@@ -158,7 +158,8 @@ def failing(monkeypatch, *, copies):
     def torn(rows, layer_id, *, source_row, target_row):
         seen.append((source_row, target_row))
         if len(seen) - 1 in copies:
-            rows._tensors[layer_id][0][target_row] = rows._tensors[layer_id][0][source_row]
+            first = rows._tensors[layer_id][0].parts[0]
+            first[target_row] = first[source_row]
             raise OSError(5, "Input/output error")
         return copy_row(rows, layer_id, source_row=source_row, target_row=target_row)
 

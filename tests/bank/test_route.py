@@ -87,6 +87,10 @@ def test_padding_alone_goes_to_row_zero():
     assert [[0, 0], [0, 0]] == route(router_of(), 0, [[4, 3], [1, 1]], padding=[True, True]).tolist()
 
 
+def test_padding_without_a_row_stays_without_one():
+    assert [[-1, -1], [0, 0]] == route(router_of(), 0, [[-1, -1], [1, 1]], padding=[True, True]).tolist()
+
+
 def test_padding_keeps_its_rows_where_it_must_equal_the_stock_engine():
     router = router_of(redirect_padding=False)
     row_map = router.row_map[0].tolist()

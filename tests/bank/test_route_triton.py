@@ -143,6 +143,21 @@ def test_padding_is_sent_where_the_first_real_token_goes_and_to_row_0_where_ther
     assert [[0, 0]] * 3 == route(True, True, True)
 
 
+@pytest.mark.parametrize("kernels", [route_triton, reference])
+def test_padding_that_an_engine_leaves_out_itself_is_left_out(kernels):
+    found, ids = counters(), torch.tensor([[-1, -1], [2, 3], [-1, 4]])
+    kernels.begin_step(found.step, number=1, phase=0)
+    rows = kernels.route_and_count(
+        ids,
+        row_map=torch.arange(E) + 10,
+        is_padding=torch.tensor([True, False, True]),
+        counters=found,
+        first_cold=E,
+    )
+    assert [[-1, -1], [12, 13], [-1, 13]] == rows.tolist()
+    assert 2 == found.pairs.sum()
+
+
 @pytest.mark.parametrize(("number", "phase"), [(1, 0), (16, 1), (2**40, -1)])
 def test_a_step_is_begun_with_its_number_and_phase(number, phase):
     step = torch.zeros(4, dtype=torch.int64)

@@ -90,6 +90,43 @@ def test_every_activation_with_and_without_gate_and_bias(activation, has_gate, n
     require_close(experts, random_tokens(num_tokens))
 
 
+GATES = {
+    "limit": {"gate_limit": 0.4},
+    "limit-slope-shift": {"gate_limit": 0.7, "gate_slope": 1.702, "gate_shift": 1.0},
+    "shift": {"gate_shift": 1.0},
+}
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+def test_limit_slope_and_shift_of_a_gate(gate, dtype, num_tokens):
+    experts = random_experts(has_bias=True, dtype=dtype, **gate)
+    require_close(experts, random_tokens(num_tokens, dtype=dtype))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_a_limit_of_float8_rows(num_tokens):
+    require_close(random_experts(block=16, gate_limit=0.3), random_tokens(num_tokens, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+def test_another_gate_is_noticed(gate, num_tokens):
+    """The comparison above can see each of them."""
+    drawn = random_tokens(num_tokens)
+    found = compute(rows_triton, random_experts(**gate), drawn)
+    other = compute(reference, random_experts(), drawn)
+    assert (found - other).abs().max() > 100 * TOLERANCES[torch.float32] * other.abs().max()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_a_limit_keeps_what_is_no_number(num_tokens):
+    hidden, ids, weights = random_tokens(num_tokens)
+    hidden[0] = float("nan")
+    assert compute(rows_triton, random_experts(gate_limit=1.0), (hidden, ids, weights))[0].isnan().all()
+
+
 @pytest.mark.parametrize("num_tokens", [1, 5])
 @pytest.mark.parametrize(("hidden_dim", "inner_dim"), [(40, 24), (8, 136), (264, 8)])
 def test_sizes_need_not_be_multiples_of_a_tile(hidden_dim, inner_dim, num_tokens):

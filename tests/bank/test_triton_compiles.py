@@ -26,6 +26,7 @@ pytestmark = [
 TOP_K = 8
 DEEPSEEK = (257, 7168, 2048)
 QWEN = (129, 2048, 768)
+GPT_OSS = (33, 2880, 2880)
 ODD = (33, 2880, 1408)
 """R, D, I; of ODD neither D nor I is a multiple of every tile, and D is none of 128."""
 
@@ -94,13 +95,13 @@ def require_lean(launch, *, target, registers=255):
     return made
 
 
-def require_wide(launch, *, target):
-    """Compile; a tile of weights is loaded by 16-byte pieces alone."""
+def require_wide(launch, *, target, has_bias=False):
+    """Compile; a tile of weights is loaded by 16-byte pieces, and nothing is narrow, unless it is a bias."""
     made = require_lean(launch, target=target)
     weight, constants = launch.arguments[2], launch.keywords
     tile_bytes = constants["BLOCK_N"] * constants["BLOCK_K"] * weight.itemsize
     assert tile_bytes // (constants["num_warps"] * 32 * 16) <= made.count(r"(LDG|LDGSTS)\.E\S*\.128")
-    assert 0 == made.count(rf"(LDG|LDGSTS)\.E\S*\.[US]{8 * weight.itemsize}")
+    assert has_bias or 0 == made.count(rf"(LDG|LDGSTS)\.E\S*\.[US]{8 * weight.itemsize}")
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -135,6 +136,26 @@ def test_biases_and_other_activations_do_not_spill(activation):
     }
     up, _, _ = expert_launches(layer(*QWEN, dtype=torch.bfloat16, activation=activation, **biases), num_tokens=64)
     require_lean(up, target=90)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("num_tokens", [1, 16, 64])
+def test_a_gate_with_a_limit_and_biases_loads_as_wide_and_does_not_spill(num_tokens, target):
+    num_rows, hidden_dim, inner_dim = GPT_OSS
+    biases = {
+        "up_bias": tensor(num_rows, 2 * inner_dim, dtype=torch.bfloat16),
+        "down_bias": tensor(num_rows, hidden_dim, dtype=torch.bfloat16),
+    }
+    gate = {"gate_limit": 7.0, "gate_slope": 1.702, "gate_shift": 1.0}
+    up, down, _ = expert_launches(layer(*GPT_OSS, dtype=torch.bfloat16, **biases, **gate), num_tokens=num_tokens)
+    require_wide(up, target=target, has_bias=True)
+    require_wide(down, target=target, has_bias=True)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64])
+def test_a_limit_of_float8_rows_does_not_spill(num_tokens):
+    up, _, _ = expert_launches(layer(*DEEPSEEK, dtype=FP8, gate_limit=10.0), num_tokens=num_tokens)
+    require_wide(up, target=90)
 
 
 @pytest.mark.parametrize("target", TARGETS)

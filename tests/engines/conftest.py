@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -13,8 +15,13 @@ import transformers
 
 import hotsplit
 from engines import tiny
+from engines.stand_in import StandIn
+from engines.stand_in import budget as stand_in_budget
+from hotsplit.bank.fake_driver import NOTHING
 from hotsplit.plan.checkpoint import read_headers
 from hotsplit.plan.sizes import expert_sizes
+
+load_module = importlib.import_module("hotsplit.engines.transformers.loading")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -25,6 +32,12 @@ def _quiet_transformers() -> Iterator[None]:
     transformers.utils.logging.disable_progress_bar()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tested here runs on the CPU, on every machine; a GPU is a stand-in."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +89,40 @@ def load(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     for model in loaded:
         if hasattr(model, "hotsplit"):
             model.hotsplit.close()
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., StandIn]]:
+    """stand_in(...) -> a machine that load() takes for a GPU; everything it gave is back when the test ends."""
+    made: list[StandIn] = []
+
+    def make(**options: Any) -> StandIn:
+        machine = StandIn(**options)
+        monkeypatch.setattr(load_module, "place_of", lambda device: machine.place())
+        made.append(machine)
+        return machine
+
+    yield make
+    gc.collect()
+    assert [NOTHING] * len(made) == [machine.driver.held for machine in made]
+
+
+@pytest.fixture
+def load_on_gpu(tmp_path: Path, stand_in: Callable[..., StandIn]) -> Iterator[Callable[..., Any]]:
+    """load_on_gpu(folder, rows=4, ...) -> a model with so many hot rows in every layer; closed when the test ends."""
+    loaded: list[Any] = []
+
+    def run(folder: Path, *, rows: int = 4, machine: StandIn | None = None, **settings: Any) -> Any:
+        machine = machine or stand_in()
+        settings = {"state_dir": tmp_path / "state", "run_when_fits": True, "dynamic": False} | settings
+        if "hot_gib" not in settings:
+            settings["hot_gib"] = stand_in_budget(folder, rows=rows, dynamic=settings["dynamic"])
+        loaded.append(hotsplit.load(folder, **settings))
+        return loaded[-1]
+
+    yield run
+    for model in loaded:
+        model.hotsplit.close()
 
 
 def budget(folder: Path, hot: float) -> float:

@@ -1,18 +1,22 @@
 """The one handle that an engine holds: rows, routes, kernel and the live loop of one rank.
 
-banks = Banks(source, plan..., ...)      once, before the first step
-banks.tick(); banks.begin_step(...)      between steps, on the thread that launches them
-banks.forward(layer_id, ...)             in every MoE layer
-banks.close()                            when the model goes
+banks = Banks(source, plan..., ...)             once, before the first step
+banks.tick()                                    between steps, on the thread that launches them
+with banks.step(phase=..., is_padding=...):     around a step
+    banks.forward(layer_id, ...)                in every MoE layer
+banks.close()                                   when the model goes
+
+On a GPU the same face has other rows and kernels behind it: device_banks.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +27,7 @@ from hotsplit.bank.cpu import CpuSwapBackend
 from hotsplit.bank.kernels.exact import ExpertMath, Tensors, exact
 from hotsplit.bank.live import Live
 from hotsplit.bank.pointers import PointerRows
-from hotsplit.bank.route import Phase, Router
+from hotsplit.bank.route import Phase, Router, StepRouter, StepRouting
 from hotsplit.bank.source import ExpertSource
 from hotsplit.bank.swap import Swapper
 from hotsplit.errors import BankError, ConfigError, EngineError
@@ -51,6 +55,75 @@ class BankOptions:
     """Name in KERNELS."""
     rebalance: RebalanceOptions = field(default_factory=RebalanceOptions)
     """Margin, swaps per layer, half-life."""
+
+
+class EngineBanks(Protocol):
+    """What an engine drives, wherever the rows lie: Banks on a CPU, DeviceBanks on a GPU."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where steps run."""
+
+    @property
+    def name(self) -> str:
+        """Of the backend, for metrics."""
+
+    @property
+    def router(self) -> StepRouter:
+        """Row maps and counters."""
+
+    @property
+    def live(self) -> Live:
+        """The loop that corrects the plan."""
+
+    @property
+    def hot_bytes(self) -> int:
+        """Bytes of fast memory taken."""
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Bytes of slow memory taken; None where cold rows stay in the checkpoint."""
+
+    @property
+    def observers(self) -> list[Callable[[StepRouting], None]]:
+        """Called with what each step routed."""
+
+    def tick(self) -> None:
+        """Between two steps: count, publish, update."""
+
+    def step(self, *, phase: Phase, is_padding: torch.Tensor | None) -> contextlib.AbstractContextManager[None]:
+        """Around one step."""
+
+    def forward(
+        self, layer_id: int, hidden_states: torch.Tensor, *, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """One layer's routed experts."""
+
+    def close(self) -> None:
+        """Give everything back; twice is harmless."""
+
+
+class StepMask:
+    """The padding mask of the step under way; a layer that routes other tokens than it has goes without, which is said."""
+
+    def __init__(self) -> None:
+        self.is_padding: torch.Tensor | None = None
+        """[T], bool; None for none."""
+        self._has_warned = False
+
+    def of(self, num_tokens: int) -> torch.Tensor | None:
+        """The mask for so many tokens.
+
+        Args:
+            num_tokens: That a layer routes.
+        """
+        if self.is_padding is None or self.is_padding.numel() == num_tokens:
+            return self.is_padding
+        if not self._has_warned:
+            self._has_warned = True
+            what = "the padding mask has %d tokens and a layer routes %d: padding, if any, counts as traffic"
+            logger.warning(what, self.is_padding.numel(), num_tokens)
+        return None
 
 
 class Banks:
@@ -94,8 +167,7 @@ class Banks:
         self._pid = os.getpid()
         self._step = 0
         self._phase: Phase = "prefill"
-        self._is_padding: torch.Tensor | None = None
-        self._has_warned = False
+        self._mask = StepMask()
         self._swaps: CpuSwapBackend | None = None
         if options.dynamic:
             self._swaps = CpuSwapBackend(self.rows, router=self.router, files=source.files)
@@ -104,10 +176,22 @@ class Banks:
             )
             self.live.adapt(Swapper(self._swaps, layouts=layers), rebalancer=rebalancer)
 
+    device: torch.device = torch.device("cpu")
+    """Where steps run."""
+    name = "cpu-pointers"
+    """Of the backend, for metrics."""
+    host_bytes = None
+    """Cold rows stay in the checkpoint's files."""
+
     @property
     def hot_bytes(self) -> int:
         """Bytes of fast memory taken: hot rows and spare rows."""
         return self.rows.hot_bytes
+
+    @property
+    def observers(self) -> list[Callable[[StepRouting], None]]:
+        """Called with what each step routed, when it is counted."""
+        return self.router.observers
 
     def use_math(self, layer_id: int, math: ExpertMath) -> None:
         """Tell what a layer's experts compute; before the first forward.
@@ -118,6 +202,21 @@ class Banks:
         """
         self._maths[layer_id] = math
 
+    @contextlib.contextmanager
+    def step(self, *, phase: Phase, is_padding: torch.Tensor | None) -> Iterator[None]:
+        """Around one step: it is counted by the next tick(), and not at all when it breaks off.
+
+        Args:
+            phase: Of the whole step.
+            is_padding: The engine's padding mask, [T], bool; None for none.
+        """
+        self.begin_step(phase=phase, is_padding=is_padding)
+        try:
+            yield
+        except BaseException:
+            self.abandon_step()
+            raise
+
     def begin_step(self, *, phase: Phase, is_padding: torch.Tensor | None) -> None:
         """Say what kind of step follows.
 
@@ -126,7 +225,7 @@ class Banks:
             is_padding: The engine's padding mask, [T], bool; None for none.
         """
         self._step += 1
-        self._phase, self._is_padding = phase, is_padding
+        self._phase, self._mask.is_padding = phase, is_padding
 
     def forward(
         self, layer_id: int, hidden_states: torch.Tensor, *, topk_ids: torch.Tensor, topk_weights: torch.Tensor
@@ -142,10 +241,7 @@ class Banks:
         Returns:
             Outputs, [T, D].
         """
-        is_padding = self._is_padding
-        if is_padding is not None and is_padding.numel() != topk_ids.shape[0]:
-            self._warn_of_padding(is_padding.numel(), topk_ids.shape[0])
-            is_padding = None
+        is_padding = self._mask.of(topk_ids.shape[0])
         row_ids = self.router.route(layer_id, topk_ids, is_padding=is_padding, phase=self._phase, step=self._step)
         bank = _LayerView(self.rows, layer_id=layer_id)
         return self._kernel(
@@ -156,12 +252,6 @@ class Banks:
             bank=bank,
             math=self._maths[layer_id],
         )
-
-    def _warn_of_padding(self, masked: int, routed: int) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            what = "the padding mask has %d tokens and a layer routes %d: padding, if any, counts as traffic"
-            logger.warning(what, masked, routed)
 
     def abandon_step(self) -> None:
         """Forget the step under way: it broke off, and half a step's counts would fit nothing."""

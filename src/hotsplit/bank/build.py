@@ -60,7 +60,7 @@ def build_pointer_rows(
     total = sum(source.layouts[i].num_bytes * len(experts) for i, experts in enumerate(hot))
     rows = PointerRows(source, layers=layers)
     reader = DirectReader(source.files)
-    done, heartbeat = 0, _Heartbeat()
+    done, heartbeat = 0, Heartbeat("reading hot experts")
     try:
         for layer_id, experts in enumerate(hot):
             for row, expert in enumerate(experts):
@@ -77,16 +77,27 @@ def build_pointer_rows(
     return rows
 
 
-class _Heartbeat:
-    """Logs progress and the time left, at most once in HEARTBEAT_S."""
+class Heartbeat:
+    """Logs progress and the time left, at most once in HEARTBEAT_S.
 
-    def __init__(self) -> None:
+    Args:
+        what: Is being done, for the log.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
         self._started = self._said = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
+        """Say how far it is, if it is time to.
+
+        Args:
+            done: Bytes done.
+            total: Bytes in all.
+        """
         now = time.monotonic()
         if now - self._said < HEARTBEAT_S:
             return
         self._said = now
         left = (now - self._started) / done * (total - done)
-        logger.info("reading hot experts: %s of %s, about %.0f s left", gib(done), gib(total), left)
+        logger.info("%s: %s of %s, about %.0f s left", self._what, gib(done), gib(total), left)

@@ -161,6 +161,15 @@ class CudaRange:
             raise closed_range()
         return self._tensor
 
+    @property
+    def parts(self) -> tuple[torch.Tensor]:
+        """The tensor: both memories lie at one address.
+
+        Raises:
+            BankError: The range is closed.
+        """
+        return (self.tensor,)
+
     def row_address(self, row: int) -> int:
         """Address of a row, all of which lies in one memory.
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 import mmap
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 
 from hotsplit.bank.cuda_ranges import ALIGNMENT, CudaMemory, CudaRange
 from hotsplit.bank.driver import Driver
 from hotsplit.bank.row_memory import AddressRange
+from hotsplit.host.numa import Placement
 from hotsplit.host.page_nodes import PageNodes, check_placement, page_nodes, total_nodes
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ class CudaRowMemory:
     """
 
     alignment = ALIGNMENT
+    num_banks: Literal[1] = 1
     copies_rows_alone = True
 
     def __init__(
@@ -64,10 +67,7 @@ class CudaRowMemory:
             moves: Target and source addresses.
             num_bytes: Of every move.
         """
-        self._synchronise()  # what an engine's own stream still writes there comes first
-        for target, source in moves:
-            self._memory.driver.copy(target, source=source, num_bytes=num_bytes, stream=0)
-        self._synchronise()
+        copy_and_wait(moves, num_bytes=num_bytes, driver=self.driver, synchronise=self._synchronise)
 
     def require_placed(self, ranges: Sequence[AddressRange]) -> None:
         """Look on which NUMA nodes the cold rows lie, as RowMemory says.
@@ -78,15 +78,48 @@ class CudaRowMemory:
         Raises:
             BankError: Under `bind`, pages lie elsewhere.
         """
-        found = [_nodes_of(one) for one in ranges if isinstance(one, CudaRange) and one.slow_bytes]
-        if not found:
-            return
-        total, placement = total_nodes(found), self._memory.placement
-        for notice in check_placement(total, placement=placement, what="cold rows"):
-            logger.warning("%s", notice)
-        logger.info("cold rows: %s", total.describe(placement.node))
+        found = [(one.edge, one.slow_bytes) for one in ranges if isinstance(one, CudaRange) and one.slow_bytes]
+        require_cold_rows_placed(found, placement=self._memory.placement)
 
 
-def _nodes_of(one: CudaRange) -> PageNodes:
-    num_pages = one.slow_bytes // mmap.PAGESIZE
-    return page_nodes(one.edge, one.slow_bytes, step_bytes=-(-num_pages // _MOST_PROBES) * mmap.PAGESIZE)
+def copy_and_wait(
+    moves: Sequence[tuple[int, int]], *, num_bytes: int, driver: Driver, synchronise: Callable[[], None]
+) -> None:
+    """Let the driver copy bytes, after all that was enqueued before, and wait for it.
+
+    Args:
+        moves: Target and source address of each.
+        num_bytes: Of every move.
+        driver: Of the device.
+        synchronise: Waits until the device has done all that was enqueued.
+
+    Raises:
+        BankError: The driver refuses.
+    """
+    synchronise()  # what an engine's own stream still writes there comes first
+    for target, source in moves:
+        driver.copy(target, source=source, num_bytes=num_bytes, stream=0)
+    synchronise()
+
+
+def require_cold_rows_placed(pieces: Sequence[tuple[int, int]], *, placement: Placement) -> None:
+    """Look on which NUMA nodes cold rows lie, and say so.
+
+    Args:
+        pieces: Address and bytes of each piece of host memory, whole pages.
+        placement: Where they should lie.
+
+    Raises:
+        BankError: Under `bind`, pages lie elsewhere.
+    """
+    if not pieces:
+        return
+    total = total_nodes(_nodes_of(address, num_bytes) for address, num_bytes in pieces)
+    for notice in check_placement(total, placement=placement, what="cold rows"):
+        logger.warning("%s", notice)
+    logger.info("cold rows: %s", total.describe(placement.node))
+
+
+def _nodes_of(address: int, num_bytes: int) -> PageNodes:
+    num_pages = num_bytes // mmap.PAGESIZE
+    return page_nodes(address, num_bytes, step_bytes=-(-num_pages // _MOST_PROBES) * mmap.PAGESIZE)

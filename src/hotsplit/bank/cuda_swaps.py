@@ -18,13 +18,14 @@ events are not done. Copies to the GPU wait as well: they use the link in the ve
 
 Source: the two rates are from NVIDIA/nvbandwidth, issue 53; nothing of this is measured here.
 
+    >>> from hotsplit.bank.row_memory import RowTensor
     >>> from hotsplit.bank.rows import place
     >>> from hotsplit.bank.sim_streams import SimMemory, SimStreams
     >>> from hotsplit.bank.swap import Swapper
     >>> layers = [place((0,), num_experts=2, spare=True, inclusive=False)]
     >>> class Rows:
     ...     def tensors(self, layer_id):
-    ...         return [(1024, 4)]
+    ...         return [RowTensor(pieces=((0, 1024),), row_bytes=4)]
     >>> class Mirror:
     ...     def publish(self, layer_id, *, expert, row):
     ...         print(f"expert {expert} lies in row {row}")
@@ -53,6 +54,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from hotsplit.bank.row_memory import RowTensor
 from hotsplit.bank.streams import StreamCalls, StreamEvent, Streams
 from hotsplit.bank.swap import Stream, WaitName
 from hotsplit.errors import BankError, SwapError
@@ -63,8 +65,8 @@ _SIDE_STREAMS: Final[tuple[Stream, ...]] = ("side", "side_out")
 class RowMemory(Protocol):
     """Where rows lie."""
 
-    def tensors(self, layer_id: int) -> Sequence[tuple[int, int]]:
-        """Address of row 0 and bytes per row, for each tensor that moves with a row of the layer."""
+    def tensors(self, layer_id: int) -> Sequence[RowTensor]:
+        """Where each tensor that moves with a row of the layer has its rows."""
 
 
 class RowMapMirror(Protocol):
@@ -286,9 +288,9 @@ class CudaSwapBackend:
         """Hand a copy to the device, and an event right behind it."""
         stream = self._streams.handle(copy.stream)
         try:
-            for address, row_bytes in self._rows.tensors(copy.layer_id):
-                target, source = address + copy.target_row * row_bytes, address + copy.source_row * row_bytes
-                self._driver.copy(target, source=source, num_bytes=row_bytes, stream=stream)
+            for tensor in self._rows.tensors(copy.layer_id):
+                target, source = tensor.address_of(copy.target_row), tensor.address_of(copy.source_row)
+                self._driver.copy(target, source=source, num_bytes=tensor.row_bytes, stream=stream)
         except BankError as error:
             what = f"layer_id {copy.layer_id}, copy of row {copy.source_row} to row {copy.target_row}"
             raise SwapError(what, got=str(error)) from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
@@ -27,6 +28,7 @@ class FileMemory:
 
     alignment = ALIGNMENT
     device_type = "cpu"
+    num_banks: Literal[1] = 1
     copies_rows_alone = False
 
     def __init__(self, file: BankFile, *, huge_pages: bool = True) -> None:

@@ -250,6 +250,15 @@ class StitchedRange:
             raise closed_range()
         return self._tensor
 
+    @property
+    def parts(self) -> tuple[torch.Tensor]:
+        """The tensor: both memories lie at one address.
+
+        Raises:
+            BankError: The range is closed.
+        """
+        return (self.tensor,)
+
     def evict(self) -> None:
         """Write the cold rows to the disk and let their pages go; the next read fetches them again.
 

@@ -1,29 +1,60 @@
 """What rows are made of: the border between row numbers (range_rows.py) and memory (ranges.py, cuda_ranges.py).
 
 A memory makes tensors whose first rows are fast and whose others are slow, and moves bytes between any two of them.
+Most put both kinds of rows at one address, so that a kernel sees one tensor. Where a device cannot, two_banks.py makes
+two tensors, its banks; row numbers go on through both:
+
+    >>> one = RowTensor(pieces=((0, 4096),), row_bytes=256)
+    >>> two = RowTensor(pieces=((0, 4096), (3, 65536)), row_bytes=256)
+    >>> [[tensor.address_of(row) for row in (2, 3, 4)] for tensor in (one, two)]
+    [[4608, 4864, 5120], [4608, 65536, 65792]]
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 
 from hotsplit.errors import BankError
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowTensor:
+    """Where the rows of one tensor lie."""
+
+    pieces: tuple[tuple[int, int], ...]
+    """First row and its address, of every part that has rows, in the order of their rows."""
+    row_bytes: int
+    """Of one row; those of a part lie one behind the other."""
+
+    def address_of(self, row: int) -> int:
+        """Where a row begins.
+
+        Args:
+            row: 0 to R - 1.
+        """
+        first, address = next(piece for piece in reversed(self.pieces) if piece[0] <= row)
+        return address + (row - first) * self.row_bytes
+
+
 class AddressRange(Protocol):
-    """One tensor in two memories, at one address for as long as it is open."""
+    """The rows of one tensor in two memories, at addresses that do not change for as long as it is open."""
 
     @property
     def tensor(self) -> torch.Tensor:
-        """All rows, [R, ...]; must not be touched after close()."""
+        """All rows, [R, ...]; must not be touched after close(). A BankError where the parts lie apart."""
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """The whole tensor alone, or rows [0, num_fast) and [num_fast, R) as two tensors, of which one may be empty."""
 
     @property
     def address(self) -> int:
-        """Where the tensor starts."""
+        """Where the first row lies."""
 
     @property
     def fast_bytes(self) -> int:
@@ -50,6 +81,10 @@ class RowMemory(Protocol):
     @property
     def device_type(self) -> str:
         """Of the tensors it makes ("cpu", "cuda")."""
+
+    @property
+    def num_banks(self) -> Literal[1, 2]:
+        """Parts of its tensors: 1 where both memories lie at one address, 2 where a kernel must be called for each."""
 
     @property
     def copies_rows_alone(self) -> bool:

@@ -23,11 +23,13 @@ from hotsplit.cli.views import coverage, print_histogram, print_plan_facts, prin
 from hotsplit.config import HotsplitConfig
 from hotsplit.data import DOMAINS, text_path, tiny_moe_path
 from hotsplit.engines.transformers.loading import load
+from hotsplit.engines.transformers.places import place_of
 from hotsplit.engines.transformers.profile import ProfileOptions, play
 from hotsplit.engines.transformers.resolve import load_tokenizer
 from hotsplit.engines.transformers.traffic import Prompt, read_prompts
 from hotsplit.metrics import UpdateLine
 from hotsplit.plan.checkpoint import read_headers
+from hotsplit.plan.dialects import load_histogram
 from hotsplit.plan.evaluate import evaluate
 from hotsplit.plan.histogram import Histogram, save_histogram
 from hotsplit.plan.planfile import save_plan
@@ -43,9 +45,15 @@ _WINDOWS_BEFORE, _WINDOWS_AFTER = 4, 12
 
 
 class Demonstration:
-    """The four parts, each using what the ones before have found."""
+    """The four parts, each using what the ones before have found.
 
-    def __init__(self) -> None:
+    Args:
+        device: Where the model runs.
+    """
+
+    def __init__(self, device: str) -> None:
+        place_of(device)  # what is not there is said before anything is computed
+        self._device = device
         self._folder = tiny_moe_path()
         self._sizes = expert_sizes(read_headers(self._folder))
         self._tokenizer = load_tokenizer(self._folder)
@@ -126,6 +134,7 @@ class Demonstration:
         """Part 3: same tokens as stock."""
         _heading("3  run, static: the same tokens as the stock model, from hot and cold experts")
         stock = transformers.AutoModelForCausalLM.from_pretrained(self._folder, experts_implementation="eager").eval()
+        stock = stock.to(self._device)
         model = load(self._folder, plan=self._scratch / "plan.json", dynamic=False, **self._quiet())
         rows, identical, sample = [], True, ""
         for domain in DOMAINS:
@@ -157,8 +166,7 @@ class Demonstration:
         )
         counts = self._scratch / "from.json"
         save_histogram(self._count(self._train[FROM_DOMAIN], f"profiling {FROM_DOMAIN}"), counts)
-        hot_gib = self._sizes.expert_bytes * HOT_SHARE / GIB
-        model = load(self._folder, hot_gib=hot_gib, counts=str(counts), **CADENCE, **self._quiet())
+        model = load(self._folder, counts=str(counts), **self._share(counts), **CADENCE, **self._quiet())
         lines: list[UpdateLine] = []
         model.hotsplit.banks.live.on_update.append(lambda update: lines.append(update.line))
         console.out.print(_UPDATE_HEAD, style="dim")
@@ -189,9 +197,19 @@ class Demonstration:
         model.hotsplit.close()
         return histogram
 
+    def _share(self, counts: Path) -> dict[str, Any]:
+        """The budget; on a GPU a plan for it, since whole pages of so small a model are more than its rows."""
+        budget = int(self._sizes.expert_bytes * HOT_SHARE)
+        if self._device == "cpu":
+            return {"hot_gib": budget / GIB}
+        histogram, _ = load_histogram(str(counts))
+        plan, _ = make_plan(self._sizes, histogram=histogram, budget_bytes=budget, options=PlanOptions())
+        save_plan(plan, self._scratch / "dynamic.json")
+        return {"plan": self._scratch / "dynamic.json"}
+
     def _quiet(self) -> dict[str, Any]:
-        """Nothing of the demo is kept: its state goes with its scratch folder."""
-        return {"learned": "ignore", "state_dir": self._scratch}
+        """Where it runs; nothing of the demo is kept: its state goes with its scratch folder."""
+        return {"device": self._device, "learned": "ignore", "state_dir": self._scratch}
 
     def _summarise(self, results: dict[str, Any]) -> None:
         plan, static, dynamic = results["plan"], results["static"], results["dynamic"]
@@ -286,7 +304,7 @@ def _seeded(i: int) -> ProfileOptions:
 
 
 def _continue(model: Any, prompt: Prompt) -> list[int]:
-    ids = torch.tensor([prompt.token_ids])
+    ids = torch.tensor([prompt.token_ids], device=model.device)
     with torch.no_grad():
         output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False)
     new_ids: list[int] = output[0, ids.shape[1] :].tolist()

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from hotsplit.cli import console
+from hotsplit.cli.device_option import device_option
 from hotsplit.cli.options import SEED, config_from, json_option, setting_options
 from hotsplit.cli.views import histogram_json, print_histogram
 
@@ -31,14 +32,16 @@ from hotsplit.cli.views import histogram_json, print_histogram
 @click.option("--batch-size", type=int, default=8, show_default=True, help="Prompts computed at once.")
 @click.option("--temperature", type=float, default=0.8, show_default=True, help="Of sampling; 0 decodes greedily.")
 @click.option("--seed", type=SEED, default=0, show_default=True, help="Of sampling.")
-@setting_options("hot_gib", "vram_reserve_gib", "counts", "plan", "kernel")
+@setting_options("hot_gib", "vram_reserve_gib", "counts", "plan", "kernel", "numa_policy")
+@device_option
 @json_option
-def command(
+def command(  # noqa: PLR0917 - click calls by name
     model: str,
     files: tuple[Path, ...],
     more_files: tuple[Path, ...],
     output: Path,
     trace: Path | None,
+    device: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -50,7 +53,13 @@ def command(
 
     config = config_from(options)
     task = ProfileTask(
-        model=model, files=(*files, *more_files), output=output, trace=trace, config=config, options=options
+        model=model,
+        files=(*files, *more_files),
+        output=output,
+        trace=trace,
+        config=config,
+        device=device,
+        options=options,
     )
     with console.logging_to_stderr():
         histogram = profile(task)

@@ -35,6 +35,8 @@ class ProfileTask:
     """Trace file, or None."""
     config: HotsplitConfig
     """Settings."""
+    device: str | None
+    """Where to compute; None for a GPU where there is one, else the CPU."""
     options: Mapping[str, Any]
     """Fields of ProfileOptions."""
 
@@ -61,7 +63,7 @@ def profile(task: ProfileTask) -> Histogram:
     config = replace(task.config, dynamic=False, learned="ignore")
     transformers.utils.logging.disable_progress_bar()  # ours is on the screen
     with console.progress("loading") as loading:
-        model = load_with(folder, config=config, run_when_fits=True, on_progress=loading)
+        model = load_with(folder, config=config, device=task.device, run_when_fits=True, on_progress=loading)
     files = f"{len(task.files)} file{'s' if len(task.files) > 1 else ''}"
     playing_what = f"playing {len(prompts)} prompts from {files}"
     console.note(playing_what)

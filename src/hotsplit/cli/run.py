@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from hotsplit.cli import console
+from hotsplit.cli.device_option import device_option
 from hotsplit.cli.options import SEED, config_from, force_option, json_option, setting_options
 
 
@@ -32,8 +33,10 @@ from hotsplit.cli.options import SEED, config_from, force_option, json_option, s
     "strict",
     "kernel",
     "vram_reserve_gib",
+    "numa_policy",
     "enable",
 )
+@device_option
 @force_option
 @json_option
 def command(model: str, as_json: bool, **options: Any) -> None:

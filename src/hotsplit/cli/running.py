@@ -53,6 +53,8 @@ class RunTask:
     """0 decodes greedily."""
     seed: int
     """Of sampling."""
+    device: str | None
+    """Where to compute; None for a GPU where there is one, else the CPU."""
     force: bool
     """Use a plan or histogram of another model all the same."""
 
@@ -77,11 +79,11 @@ def run(task: RunTask, *, is_streamed: bool = False) -> dict[str, Any]:
     ids = _prompt_ids(task, tokenizer)
     transformers.utils.logging.disable_progress_bar()  # ours is on the screen
     with console.progress("loading") as loading:
-        model = load_with(folder, config=task.config, force=task.force, on_progress=loading)
+        model = load_with(folder, config=task.config, device=task.device, force=task.force, on_progress=loading)
     can_stream = is_streamed and (model.generation_config.num_beams or 1) == 1
     started = time.perf_counter()
     with _streamer(tokenizer) if can_stream else contextlib.nullcontext() as streamer:
-        new_ids = _generate(model, ids, task=task, streamer=streamer)
+        new_ids = _generate(model, ids.to(model.device), task=task, streamer=streamer)
     seconds = time.perf_counter() - started
     result = {
         "text": tokenizer.decode(new_ids, skip_special_tokens=True),

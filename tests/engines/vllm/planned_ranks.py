@@ -10,10 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 
 from hotsplit.config import HotsplitConfig
 from hotsplit.data import tiny_moe_path
-from hotsplit.engines.vllm import exchange, planning, settings
+from hotsplit.engines.vllm import exchange, planning, room, settings
 from hotsplit.engines.vllm.planning import Place
 from hotsplit.host import demand
 from hotsplit.host.memory import MemoryLimit, MemoryLimits
@@ -24,6 +25,8 @@ from hotsplit.plan.sizes import expert_sizes
 LAYERS, E, TOP_K, ROW_BYTES = 4, 32, 4, 49152
 """Of the bundled model."""
 ALL_BYTES = LAYERS * E * ROW_BYTES
+MAX_MODEL_LEN, MAX_TOKENS = 256, 128
+"""Tokens of a request and of a step, at most."""
 
 
 def gib(num_bytes):
@@ -50,7 +53,9 @@ def limits_of(num_bytes):
     return MemoryLimits(limits=(limit,))
 
 
-def vllm_config(environ, *, rank=0, tp=1, pp=1, model=None, cuts=None, offload=None, kv_cache_bytes=0, local=None):
+def vllm_config(
+    environ, *, rank=0, tp=1, pp=1, model=None, cuts=None, offload=None, kv_cache_bytes=0, local=None, device="cpu"
+):
     """vLLM's configuration as a worker has it.
 
     Args:
@@ -63,6 +68,7 @@ def vllm_config(environ, *, rank=0, tp=1, pp=1, model=None, cuts=None, offload=N
         offload: vLLM's offload flags.
         kv_cache_bytes: Asked for.
         local: Ranks on this host; all where None.
+        device: vLLM's device type.
     """
     folder = Path(model or tiny_moe_path())
     text = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -76,11 +82,32 @@ def vllm_config(environ, *, rank=0, tp=1, pp=1, model=None, cuts=None, offload=N
             model_weights="",
             hf_text_config=SimpleNamespace(**text),
             get_layers_start_end_indices=lambda _: ([0, *ends][stage], ends[stage]),
+            max_model_len=MAX_MODEL_LEN,
+            dtype=torch.bfloat16,
+            use_mla=False,
+            quantization=None,
+            get_num_layers=lambda _: ends[stage] - [0, *ends][stage],
+            get_num_kv_heads=lambda _: text["num_key_value_heads"],
+            get_head_size=lambda: text["head_dim"],
         ),
-        parallel_config=SimpleNamespace(local_world_size=local or tp * pp),
-        cache_config=SimpleNamespace(kv_cache_memory_bytes=kv_cache_bytes),
+        parallel_config=SimpleNamespace(
+            local_world_size=local or tp * pp, tensor_parallel_size=tp, pipeline_parallel_size=pp
+        ),
+        cache_config=SimpleNamespace(
+            kv_cache_memory_bytes=kv_cache_bytes, cache_dtype="auto", gpu_memory_utilization=0.5
+        ),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=MAX_TOKENS, max_num_seqs=8),
+        device_config=SimpleNamespace(device_type=device),
         place=Place(
-            rank=rank, tp=tp, tp_rank=rank % tp, pp=pp, stage=stage, run_dir=None, is_compiled=False, num_local=tp * pp
+            rank=rank,
+            tp=tp,
+            tp_rank=rank % tp,
+            pp=pp,
+            stage=stage,
+            run_dir=None,
+            is_compiled=False,
+            num_local=tp * pp,
+            device_type=device,
         ),
     )
 
@@ -92,7 +119,7 @@ class Ranks:
         self._local, self._barrier, self._values = threading.local(), None, {}
         monkeypatch.setattr(exchange, "gather_of_all", lambda: self._gather)
         monkeypatch.setattr(planning, "_place", lambda config, run_dir: config.place)
-        for module in (planning, demand):
+        for module in (room, demand):
             monkeypatch.setattr(module, "memory_limits", lambda: limits_of(memory_bytes))
         monkeypatch.setattr(demand, "free_disk_bytes", lambda _: 2**40)
 

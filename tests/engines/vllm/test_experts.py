@@ -213,7 +213,8 @@ def config(**more):
 
 def begin(monkeypatch, *, claimed):
     rows = place((2, 5), num_experts=8, spare=True, inclusive=False)
-    claim = Claim(layer_id=4, name="a", rows=rows, memory=None, row_bytes=1, watch=SimpleNamespace(), prover=None)
+    memory = SimpleNamespace(memory=SimpleNamespace(num_banks=1))
+    claim = Claim(layer_id=4, name="a", rows=rows, memory=memory, row_bytes=1, watch=SimpleNamespace(), prover=None)
     claim.watch.advance = lambda num_bytes: None
     adopted = []
     fake = SimpleNamespace(claim=lambda name, moe_config: claim if claimed else None, adopt=adopted.append)
@@ -243,6 +244,18 @@ def test_a_claimed_layer_loads_experts_into_planned_rows_and_routes(monkeypatch,
     assert ([[101, 102]], "shared", ["a"]) == (routed.tolist(), shared, ROUTED)
     assert [[1, 2]] == layer.forward_rows(None, None, ids)[0].tolist()
     assert ["a"] == ROUTED, "rows that are known already are not routed again"
+
+
+def test_a_layer_in_two_banks_is_called_as_its_two_calls_say_with_row_ids_and_shared_experts(monkeypatch, route):
+    begin(monkeypatch, claimed=True)
+    layer, asked = Experts("a", torch.float32, config()), []
+    object.__setattr__(layer, "hotsplit_calls", lambda *args, **kwargs: asked.append((args, kwargs)) or "the sum")
+    ids = torch.tensor([[1, 2]])
+    assert "the sum" == layer.forward_modular("x", "weights", ids, shared_experts="shared")
+    ((x, weights, row_ids), more) = asked.pop()
+    assert ("x", "weights", [[101, 102]], {"shared_experts": "shared"}) == (x, weights, row_ids.tolist(), more)
+    assert "the sum" == layer.forward_rows("x", "weights", ids)
+    assert [(("x", "weights", ids), {})] == asked
 
 
 def test_a_layer_that_is_left_alone_is_the_stock_one(monkeypatch, route):

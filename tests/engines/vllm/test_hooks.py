@@ -103,6 +103,17 @@ def test_a_server_is_given_time_to_save_unless_it_has_been(asked, given):
     assert given == config.shutdown_timeout
 
 
+def test_a_switch_that_leaves_vllms_padding_mask_alone_is_refused_on_a_gpu(monkeypatch, environ):
+    environ["VLLM_MOE_SKIP_PADDING"] = "0"
+    arguments, seen = wrapped_arguments(monkeypatch, environ)
+    arguments().create_engine_config()
+    on_gpu = plain_config("device_config", device_type="cuda")
+    arguments, seen = wrapped_arguments(monkeypatch, environ, config=on_gpu)
+    with pytest.raises(UnsupportedEngineError, match="VLLM_MOE_SKIP_PADDING=0: got a padding mask .*; leave VLLM_MOE"):
+        arguments().create_engine_config()
+    assert [] == seen.exposed
+
+
 def test_the_run_folder_is_not_in_the_configuration(monkeypatch, environ):
     arguments, seen = wrapped_arguments(monkeypatch, environ)
     made = arguments().create_engine_config()
@@ -150,8 +161,21 @@ class Session:
         yield
         self._calls.append("stepped")
 
+    @property
+    def memory_watch(self):
+        return self
+
     def require_reserve(self):
         self._calls.append("reserve")
+
+    def look_at_kv_cache(self, num_bytes, *, vllm_config):
+        self._calls.append(f"found {num_bytes}")
+
+    @contextmanager
+    def making_kv_cache(self):
+        self._calls.append("making")
+        yield
+        self._calls.append("made")
 
     def close(self):
         self._calls.append("closed")
@@ -178,6 +202,9 @@ def wrapper(monkeypatch, calls):
         def execute_model(self, scheduler_output, *args):
             calls.append(("stock", scheduler_output, *args))
             return "output"
+
+        def initialize_from_config(self, kv_cache_configs):
+            calls.append(("stock", kv_cache_configs))
 
         def shutdown(self):
             calls.append("stock shutdown")
@@ -220,6 +247,17 @@ def test_a_step_of_the_engine_is_a_step_of_the_session(wrapper, calls):
 def test_the_reserve_is_looked_at_after_warm_up(wrapper, calls):
     assert "compile_or_warm_up_model done" == wrapper.compile_or_warm_up_model()
     assert [("compile_or_warm_up_model", (), {}), "reserve"] == calls
+
+
+def test_what_is_left_for_the_kv_cache_is_looked_at_when_vllm_has_profiled_a_step(wrapper, calls):
+    assert "determine_available_memory done" == wrapper.determine_available_memory()
+    profiled = ("determine_available_memory", (), {})
+    assert [profiled, "found determine_available_memory done"] == calls
+
+
+def test_the_kv_cache_is_made_while_memory_is_watched(wrapper, calls):
+    wrapper.initialize_from_config(["a cache"])
+    assert ["making", ("stock", ["a cache"]), "made"] == calls
 
 
 def test_shutting_down_saves_first(wrapper, calls):

@@ -1,4 +1,4 @@
-"""Rows as the CPU kernels make them are what the plan is made of."""
+"""Rows as the CPU kernels make them, and what a GPU keeps beside hot rows, are what the plan is made of."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hotsplit.engines.vllm.padding import as_padded, padded_bytes
+from hotsplit.engines.vllm.budget import Parameter
+from hotsplit.engines.vllm.padding import GPU_PAGE_BYTES, as_padded, fixed_bytes, padded_bytes, with_pages
 from plan_builders import sizes_of
 
 
@@ -54,3 +55,26 @@ def test_what_the_kernels_do_not_pad_stays_as_it_is(more):
 
 def test_quantised_rows_stay_as_they_are():
     assert [3 * 48 * 100, 2 * 3 * 48 * 100] == padded(moe_intermediate_size=48, quantisation="fp8")
+
+
+# -- on a GPU
+
+
+def parameters(**row_bytes):
+    """One layer of four experts, and a dense tensor that counts for nothing."""
+    made = [Parameter(name=name, num_bytes=4 * size, is_expert=True) for name, size in row_bytes.items()]
+    return [Parameter(name="self_attn.o_proj.weight", num_bytes=10**9, is_expert=False), *made]
+
+
+def test_every_tensor_that_is_split_is_charged_one_page():
+    sizes = with_pages(sizes_of([1, 1], num_experts=4), layers=[parameters(w13=51200, w2=25600), parameters(w13=512)])
+    assert [2 * GPU_PAGE_BYTES, GPU_PAGE_BYTES] == sizes.fixed_bytes.tolist()
+
+
+@pytest.mark.parametrize(
+    ("scale", "is_split"), [(512, False), (1024, True), (1000, False)], ids=["too small", "large", "rows do not align"]
+)
+def test_a_tensor_that_is_not_split_is_charged_for_all_experts_and_the_spare_row(scale, is_split):
+    layer = parameters(w13=51200, w2=25600, scale=scale)
+    wanted = 2 * GPU_PAGE_BYTES + (GPU_PAGE_BYTES if is_split else 5 * scale)
+    assert wanted == fixed_bytes([layer, parameters()], sizes=sizes_of([1], num_experts=4))

@@ -13,13 +13,11 @@ from engines.vllm.planned_ranks import (
     E,
     Ranks,
     gib,
-    limits_of,
     model_sizes,
     skewed_counts,
     vllm_config,
 )
-from hotsplit.config import HotsplitConfig
-from hotsplit.engines.vllm import planning, refusals, settings
+from hotsplit.engines.vllm import refusals, settings
 from hotsplit.errors import BankError, BudgetError, EngineError, PlanError, PlanMismatchError, UnsupportedEngineError
 from hotsplit.host import demand
 from hotsplit.plan.learned import save_learned
@@ -233,34 +231,3 @@ def test_real_rows_that_still_fit_are_told_and_those_that_do_not_are_refused(ran
         prepared.with_real_rows([ROW_BYTES + 64] * LAYERS, hot_bytes=HALF)
     with pytest.raises(BudgetError, match="as they are at start"):
         prepared.with_real_rows([ROW_BYTES] * LAYERS, hot_bytes=HALF + 1)
-
-
-# -- after warm-up
-
-
-def reserved(monkeypatch, *, available, reserve="2", **options):
-    monkeypatch.setattr(planning, "memory_limits", lambda: limits_of(available))
-    config = HotsplitConfig.from_env({"HOTSPLIT_VRAM_RESERVE_GIB": reserve})
-    planning.require_reserve(config, **options)
-
-
-@pytest.mark.parametrize("available", [2 * 2**30, 3 * 2**30, None])
-def test_a_reserve_that_is_kept_or_not_known_is_no_error(monkeypatch, available):
-    reserved(monkeypatch, available=available, hot_bytes=2**30)
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "hot_bytes", "fits"),
-    [(1, 5 * 2**30, "4.5"), (2, 5 * 2**30, "4.75"), (1, 2**29 + 10**7, "0.009313"), (1, 100 * 2**30 - 7, "99.499999")],
-)
-def test_a_reserve_that_is_not_kept_names_the_largest_budget_that_fits(monkeypatch, num_ranks, hot_bytes, fits):
-    with pytest.raises(BudgetError, match=f"set HOTSPLIT_HOT_GIB={fits} or less, or lower HOTSPLIT_VRAM_RES") as caught:
-        reserved(monkeypatch, available=3 * 2**29, hot_bytes=hot_bytes, num_ranks=num_ranks)
-    assert hot_bytes - 2**29 // num_ranks == caught.value.room_bytes
-    assert int(float(fits) * 2**30) <= caught.value.room_bytes < int((float(fits) + 1e-6) * 2**30) + 1
-    assert "got 1.500 GiB; wanted the reserve of 2.000 GiB" in str(caught.value)
-
-
-def test_a_reserve_that_no_budget_keeps_names_the_reserve_alone(monkeypatch):
-    with pytest.raises(BudgetError, match=r"GiB; lower HOTSPLIT_VRAM_RESERVE_GIB$"):
-        reserved(monkeypatch, available=2**29, hot_bytes=2**30)

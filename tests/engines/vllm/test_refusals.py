@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hotsplit.engines.vllm import refusals
 from hotsplit.engines.vllm.refusals import LOAD_FORMATS, MAX_ROWS, REFUSALS, require_arguments, require_rows
@@ -57,9 +58,16 @@ ASKING = {
     "weight transfer": config(weight_transfer_config=SimpleNamespace()),
     "this --load-format": config("load_config", load_format="dummy"),
     "no size for the KV cache": config("cache_config", kv_cache_memory_bytes=None),
-    "a device other than the CPU": config("device_config", device_type="cuda"),
+    "a device other than the CPU and NVIDIA's GPUs": config("device_config", device_type="xpu"),
+    "an AMD GPU": config("device_config", device_type="cuda"),
 }
 """What is refused -> a configuration that asks for it and for nothing else."""
+
+
+@pytest.fixture
+def rocm(monkeypatch):
+    """torch as AMD's builds call themselves; without it a GPU is NVIDIA's."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
 
 
 def refused(vllm_config):
@@ -72,15 +80,49 @@ def test_a_plain_configuration_is_served():
     refusals.require_supported(config())
 
 
+def test_an_nvidia_gpu_is_served_also_without_a_size_for_its_kv_cache():
+    on_gpu = config("device_config", device_type="cuda")
+    on_gpu.cache_config.kv_cache_memory_bytes = None
+    refusals.require_supported(on_gpu)
+
+
+@pytest.mark.parametrize("device_type", ["xpu", "tpu", "mps", ""])
+def test_devices_without_a_memory_for_rows_are_refused(device_type):
+    assert refused(config("device_config", device_type=device_type)).what.startswith("a device other than the CPU")
+
+
+@pytest.mark.parametrize(("value", "is_refused"), [(None, False), ("1", False), ("0", True), (" 0 ", True)])
+def test_a_padding_mask_that_nobody_keeps_is_refused_on_a_gpu_alone(value, is_refused):
+    environ = {} if value is None else {refusals.SKIP_PADDING: value}
+    refusals.require_environment(environ, device_type="cpu")
+    if is_refused:
+        with pytest.raises(UnsupportedEngineError, match="every token would be padding; leave VLLM_MOE_SKIP_PADDING"):
+            refusals.require_environment(environ, device_type="cuda")
+    else:
+        refusals.require_environment(environ, device_type="cuda")
+
+
+def test_a_kernel_that_turns_out_to_route_inside_is_refused_by_its_layer():
+    modules = [
+        SimpleNamespace(layer_name=f"model.layers.{i}.mlp.experts", quant_method=SimpleNamespace(is_monolithic=i == 1))
+        for i in range(2)
+    ]
+    refusals.require_modular(modules[:1])
+    with pytest.raises(UnsupportedEngineError, match="layers.1.mlp.experts: SimpleNamespace: got a monolithic kernel"):
+        refusals.require_modular(modules)
+
+
 def test_every_refusal_has_a_configuration_that_asks_for_it():
     assert [refusal.what for refusal in REFUSALS] == list(ASKING)
 
 
+@pytest.mark.usefixtures("rocm")
 @pytest.mark.parametrize("what", ASKING)
 def test_what_is_asked_for_is_refused_and_by_no_other_refusal(what):
     assert [what] == [refusal.what for refusal in REFUSALS if refusal.applies(ASKING[what])]
 
 
+@pytest.mark.usefixtures("rocm")
 @pytest.mark.parametrize("what", ASKING)
 def test_the_error_says_what_why_and_the_way_out(what):
     error = refused(ASKING[what])

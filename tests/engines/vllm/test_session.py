@@ -258,7 +258,7 @@ def test_where_everything_fits_layers_are_stock_and_nothing_is_taken(tmp_path):
     (layer,) = load(session, NAME(3))
     assert (None, E) == (layer.hotsplit_layer_id, layer.w13_weight.shape[0])
     assert (None, []) == (session._memory, session.left_alone)
-    session.require_reserve()
+    session.memory_watch.require_reserve()
     session.close()
     assert torch.equal(expected(), forward(layer, list(range(E))))
 

@@ -21,7 +21,7 @@ from engines.vllm.toy_experts import (
     require_ranges,
     weights_of,
 )
-from hotsplit.engines.vllm.weights import _IntoRanges
+from hotsplit.engines.vllm.into_ranges import IntoRanges
 from hotsplit.errors import EngineError, UnsupportedEngineError
 
 
@@ -59,7 +59,7 @@ def test_every_maker_gives_a_range_of_its_shape_type_and_value(layer, make, valu
     made = layer()
     torch.set_default_dtype(default)
     try:
-        with _IntoRanges(made.weights):
+        with IntoRanges(made.weights.new_tensor):
             tensor = make()
     finally:
         torch.set_default_dtype(torch.float32)
@@ -80,7 +80,7 @@ def test_every_maker_gives_a_range_of_its_shape_type_and_value(layer, make, valu
 )
 def test_a_range_has_the_type_that_the_maker_would_have_given(layer, make, dtype):
     made = layer()
-    with _IntoRanges(made.weights):
+    with IntoRanges(made.weights.new_tensor):
         tensor = make()
     assert (True, dtype, make().dtype) == (made.memory.owns(tensor), tensor.dtype, dtype)
 
@@ -100,7 +100,7 @@ def test_a_range_has_the_type_that_the_maker_would_have_given(layer, make, dtype
 )
 def test_what_is_not_for_a_range_is_made_as_ever(layer, make):
     made = layer()
-    with _IntoRanges(made.weights):
+    with IntoRanges(made.weights.new_tensor):
         tensor = make()
     assert ((), make().shape, make().device) == (made.memory.ranges, tensor.shape, tensor.device)
 
@@ -108,14 +108,14 @@ def test_what_is_not_for_a_range_is_made_as_ever(layer, make):
 @pytest.mark.parametrize(("row_bytes", "is_range"), [(6400, True), (6401, False)])
 def test_a_kind_of_tensor_is_a_range_from_one_percent_of_an_expert_on(layer, row_bytes, is_range):
     made = layer(row_bytes=row_bytes)
-    with _IntoRanges(made.weights):
+    with IntoRanges(made.weights.new_tensor):
         tensor = torch.empty(7, 16)
     assert is_range == made.memory.owns(tensor)
 
 
 def test_what_is_made_on_meta_by_default_holds_nothing(layer):
     made = layer()
-    with torch.device("meta"), _IntoRanges(made.weights):
+    with torch.device("meta"), IntoRanges(made.weights.new_tensor):
         assert "meta" == torch.empty(7, 4, 16).device.type
     assert () == made.memory.ranges
 

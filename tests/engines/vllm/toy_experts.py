@@ -15,6 +15,9 @@ from hotsplit.bank.file_memory import FileMemory
 from hotsplit.bank.range_rows import RangeRows
 from hotsplit.bank.ranges import BankFile
 from hotsplit.bank.rows import place
+from hotsplit.bank.tensor_at import cpu_tensor
+from hotsplit.bank.two_banks import TwoBankMemory
+from hotsplit.engines.vllm.experts import HotsplitExperts
 from hotsplit.engines.vllm.selftest import Prover
 from hotsplit.engines.vllm.weights import Claim, LayerWeights
 from hotsplit.host.progress import LoadWatch
@@ -80,6 +83,9 @@ class RoutedExperts(torch.nn.Module):
     def get_expert_weights(self):
         return [parameter.view(self.w2_bias.shape[0], -1) for parameter in self.parameters()]
 
+    def forward_modular(self, x, topk_weights, row_ids, shared_experts=None):
+        return self.quant_method.forward(self, x, topk_weights, row_ids, shared_experts)
+
     def forward_rows(self, x, topk_weights, row_ids):
         outputs_RTD = torch.stack([self.expert(x, row) for row in range(self.w2_bias.shape[0])])
         chosen = [outputs_RTD[row_ids[:, k].long(), torch.arange(len(x))] for k in range(row_ids.shape[1])]
@@ -132,13 +138,88 @@ def expected(kind=RoutedExperts, *, process=None):
     return forward(module, list(range(E)))
 
 
+class Kernel:
+    """Takes weights from the layer, and a factor per row from a configuration of its own, as vLLM's kernels do.
+
+    Args:
+        config: With scale, [R].
+    """
+
+    honours_map = True
+
+    def __init__(self, config):
+        self.quant_config = config
+
+    def local(self, layer, row_ids):
+        """Rows inside the layer's tensors; -1 for those that are not there."""
+        return row_ids if layer._expert_map is None or not self.honours_map else layer._expert_map[row_ids.long()]
+
+    def apply(self, layer, x, topk_weights, row_ids):
+        local_TK = self.local(layer, row_ids)
+        outputs_RTD = torch.stack([layer.expert(x, row) for row in range(len(layer.w13_weight))])
+        outputs_RTD *= self.quant_config.scale[:, None, None]
+        output_TD = torch.zeros_like(x)
+        for k in range(local_TK.shape[1]):
+            chosen = outputs_RTD[local_TK[:, k].clamp(min=0).long(), torch.arange(len(x))]
+            output_TD += torch.where(local_TK[:, k, None] >= 0, topk_weights[:, k, None] * chosen, 0)
+        return output_TD
+
+
+class IgnoresMap(Kernel):
+    """Computes every pair, whatever the map says."""
+
+    honours_map = False
+
+
+class Declares(Kernel):
+    """Says itself that it takes no expert map, and must not be called with one."""
+
+    def supports_expert_map(self):
+        return False
+
+    def local(self, layer, row_ids):
+        assert layer._expert_map is None
+        return row_ids
+
+
+class KernelMethod(Method):
+    """A method whose kernel is called through it; the factors are made in post-processing."""
+
+    def __init__(self, process=None, *, kernel=Kernel):
+        super().__init__(process)
+        self.kernel, self.moe_quant_config, self.moe_kernel = kernel, None, None
+        self.forward = self.apply  # bound, as vLLM's custom ops are dispatched
+
+    def process_weights_after_loading(self, layer):
+        super().process_weights_after_loading(layer)
+        # What a row's factor is depends on its bytes alone, so it moves with them.
+        scale_R = 1 + layer.w2_bias.data.sum(dim=1) / 64
+        self.moe_quant_config = SimpleNamespace(scale=scale_R)
+        self.moe_kernel = SimpleNamespace(fused_experts=self.kernel(self.moe_quant_config))
+
+    def apply(self, layer, x, topk_weights, row_ids, shared_experts):
+        if shared_experts is not None:
+            shared_experts()
+        return self.moe_kernel.fused_experts.apply(layer, x, topk_weights, row_ids)
+
+
+class MappedExperts(HotsplitExperts, RoutedExperts):
+    """Experts behind a kernel that honours an expert map, below hotsplit's own class."""
+
+    def __init__(self, *, method=None, quant_config=None):
+        RoutedExperts.__init__(self, method=method or KernelMethod(), quant_config=quant_config)
+        self.hotsplit_layer_id = self.hotsplit_calls = None
+        self.global_num_experts = self.local_num_experts = E
+        self.register_buffer("_expert_map", None)
+
+
 class Layer:
     """A module whose weights are on their way into banks of their own."""
 
-    def __init__(self, folder, module, *, dynamic=True, fixed=0, row_bytes=W13_BYTES + W2_BYTES):
-        self.rows = place(HOT, num_experts=E, spare=dynamic, inclusive=False, fixed=fixed)
+    def __init__(self, folder, module, *, dynamic=True, fixed=0, row_bytes=W13_BYTES + W2_BYTES, memory=None, hot=HOT):
+        self.rows = place(hot, num_experts=E, spare=dynamic, inclusive=False, fixed=fixed)
         self.file = BankFile(folder)
-        self.memory = RangeRows([self.rows], memory=FileMemory(self.file))
+        self.memory = RangeRows([self.rows], memory=memory or FileMemory(self.file))
         self.watch = LoadWatch("experts", total_bytes=1, num_layers=1, available=lambda: None)
         self.module = module
         claim = Claim(
@@ -195,3 +276,21 @@ def require_ranges(layer, *names):
     assert set(names) == {name for name, one in module.named_parameters() if memory.owns(one.data)}
     assert len(names) == len(memory.ranges)
     assert sum(one.slow_bytes for one in memory.ranges) == layer.file.num_bytes
+
+
+def memory_of(driver):
+    return TwoBankMemory(driver, tensor_at=cpu_tensor, synchronise=lambda: None)
+
+
+def stock(kind=MappedExperts, *, process=None):
+    """What vLLM without hotsplit gives."""
+    module = kind(method=KernelMethod(process))
+    module.row_of = int
+    module.quant_method.create_weights(module, E)
+    module.load()
+    module.quant_method.process_weights_after_loading(module)
+    return forward(module, list(range(E)))
+
+
+def near(expected, output):
+    return torch.allclose(expected, output, rtol=0, atol=1e-5 * float(expected.abs().max()))

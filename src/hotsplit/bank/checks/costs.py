@@ -24,6 +24,7 @@ from hotsplit.bank.checks.device import Graph, median_s
 from hotsplit.bank.checks.findings import Fact, Figure, Finding, Goal, Proof
 from hotsplit.bank.checks.rig import Rig, draw_traffic, half_hot, layer_counters, random_experts
 from hotsplit.bank.cuda_swaps import CudaSwapBackend, device_row_map
+from hotsplit.bank.row_memory import RowTensor
 from hotsplit.bank.rows import LayerRows, place
 from hotsplit.bank.swap import Swapper
 
@@ -173,7 +174,7 @@ def _nearly_hot(num_experts: int) -> LayerRows:
 class _NoRows:
     """Of a backend that publishes alone."""
 
-    def tensors(self, layer_id: int) -> list[tuple[int, int]]:
+    def tensors(self, layer_id: int) -> list[RowTensor]:
         return []
 
 

@@ -20,6 +20,7 @@ from hotsplit.bank.cuda_ranges import can_stitch
 from hotsplit.bank.cuda_row_memory import CudaRowMemory
 from hotsplit.bank.kernels.reference import FP8, TOTALS, ExpertRows, LayerCounters
 from hotsplit.bank.range_rows import RangeRows
+from hotsplit.bank.row_memory import RowTensor
 from hotsplit.bank.rows import LayerRows, place
 
 SCALE_BLOCK: Final = 128
@@ -103,13 +104,14 @@ class Rig:
         """
         return _expert_rows(self._tensors[layer_id], first_cold=self.layers[layer_id].first_cold)
 
-    def tensors(self, layer_id: int) -> Sequence[tuple[int, int]]:
-        """Address of row 0 and bytes per row, for each tensor of a layer, as swaps want it.
+    def tensors(self, layer_id: int) -> Sequence[RowTensor]:
+        """Where each tensor of a layer has its rows, as swaps want it.
 
         Args:
             layer_id: Ordinal.
         """
-        return [(tensor.data_ptr(), tensor[0].nbytes) for tensor in self._tensors[layer_id].values()]
+        tensors = self._tensors[layer_id].values()
+        return [RowTensor(pieces=((0, tensor.data_ptr()),), row_bytes=tensor[0].nbytes) for tensor in tensors]
 
     def load(self) -> None:
         """Bring every expert into the row where it is at first, and poison into the spare one."""

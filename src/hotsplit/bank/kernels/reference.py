@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -54,19 +55,21 @@ def route(
 def redirect(row_ids: torch.Tensor, *, is_padding: torch.Tensor) -> torch.Tensor:
     """Send padding to a real token's rows, or to row 0 where no token is real, so that it touches no row of its own.
 
+    A pair without a row stays without one: an engine that leaves its padding out itself has saved that work already.
+
     Args:
-        row_ids: Rows of all tokens, [T, K], integer.
+        row_ids: Rows of all tokens, [T, K], integer; a negative one is a sentinel.
         is_padding: Tokens that nobody asked for, [T], bool.
 
     Returns:
         Row ids, [T, K], of the same dtype.
 
-    >>> redirect(torch.tensor([[3, 4], [1, 2]]), is_padding=torch.tensor([True, False])).tolist()
-    [[1, 2], [1, 2]]
+    >>> redirect(torch.tensor([[3, 4], [-1, -1], [1, 2]]), is_padding=torch.tensor([True, True, False])).tolist()
+    [[1, 2], [-1, -1], [1, 2]]
     """
     real = (~is_padding).nonzero()
     stand_in_K = row_ids[real[0, 0]] if real.numel() else torch.zeros_like(row_ids[0])
-    return torch.where(is_padding[:, None], stand_in_K, row_ids)
+    return torch.where(is_padding[:, None] & (row_ids >= 0), stand_in_K, row_ids)
 
 
 TOTALS = ("hits", "tokens", "touched_hot", "touched_cold")
@@ -108,7 +111,8 @@ def route_and_count(
         is_padding: Tokens that nobody asked for, at least [T], bool; None for none. They are never counted.
         counters: Written to.
         first_cold: The layer's lowest cold row.
-        redirect_padding: Send padding to the first real token's rows, or to row 0 where there is none.
+        redirect_padding: Send padding to the first real token's rows, or to row 0 where there is none; its sentinels
+            stay.
 
     Returns:
         Row ids, [T, K], of topk_ids' dtype.
@@ -206,7 +210,13 @@ class ExpertRows:
     activation: str = "silu"
     """One of ACTIVATIONS."""
     has_gate: bool = True
-    """Whether the inner values are activation(gate) * other, not activation(all)."""
+    """Whether the inner values are activation(gate) * (other + gate_shift), not activation(all)."""
+    gate_limit: float | None = None
+    """Where set, the gate is at most this and the others lie between it and its negative, before all else."""
+    gate_slope: float = 1.0
+    """Of "silu" alone: x * sigmoid(gate_slope * x)."""
+    gate_shift: float = 0.0
+    """Added to the others."""
     scale_block: int = 128
     """Outputs and inputs that share a factor, a power of two >= 16: blocks are square."""
     first_cold: int = 0
@@ -251,13 +261,24 @@ def _require_computable(rows: ExpertRows) -> None:
     if rows.is_scaled and rows.down.shape[2] % rows.scale_block:
         wanted = f"a multiple of the block of {rows.scale_block}"
         raise BankError("inner dim of scaled expert rows", got=str(rows.down.shape[2]), wanted=wanted)
-    if rows.activation not in ACTIVATIONS:
-        wanted = f"one of {', '.join(ACTIVATIONS)}"
-        raise BankError("activation of expert rows", got=rows.activation, wanted=wanted)
+    _require_activation(rows)
     for name in ("up", "down", "up_scale", "down_scale", "up_bias", "down_bias"):
         tensor = getattr(rows, name)
         if tensor is not None and not tensor.is_contiguous():
             raise BankError(f"{name} of expert rows", got="a strided view", wanted="rows one behind the other")
+
+
+def _require_activation(rows: ExpertRows) -> None:
+    """A known activation, and a gate's options only where there is what they act on."""
+    if rows.activation not in ACTIVATIONS:
+        wanted = f"one of {', '.join(ACTIVATIONS)}"
+        raise BankError("activation of expert rows", got=rows.activation, wanted=wanted)
+    if rows.gate_slope != 1 and rows.activation != "silu":
+        raise BankError("slope of expert rows", got=f"{rows.gate_slope} with {rows.activation}", wanted="1, or silu")
+    if not rows.has_gate and (rows.gate_limit is not None or rows.gate_slope != 1 or rows.gate_shift):
+        raise BankError("limit, slope and shift of a gate", got="rows without a gate", wanted="none of them")
+    if rows.gate_limit is not None and not rows.gate_limit > 0:
+        raise BankError("limit of a gate", got=str(rows.gate_limit), wanted="more than 0, or None")
 
 
 def experts(
@@ -317,11 +338,51 @@ def _inner(tokens_ND: torch.Tensor, *, rows: ExpertRows, row: int) -> torch.Tens
     inner = tokens_ND @ _weight(rows.up, scale=rows.up_scale, row=row, block=rows.scale_block).T
     if rows.up_bias is not None:
         inner = inner + rows.up_bias[row].float()
+    return activated(inner, rows=rows)
+
+
+class Inner(Protocol):
+    """What an expert computes between its projections; these fields of ExpertRows, which say what they mean."""
+
+    @property
+    def activation(self) -> str:
+        """One of ACTIVATIONS."""
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether there is one."""
+
+    @property
+    def gate_limit(self) -> float | None:
+        """Of gate and others."""
+
+    @property
+    def gate_slope(self) -> float:
+        """Of silu."""
+
+    @property
+    def gate_shift(self) -> float:
+        """Of the others."""
+
+
+def activated(products: torch.Tensor, *, rows: Inner) -> torch.Tensor:
+    """What lies between the projections, in the type of the products.
+
+    Args:
+        products: The first projection's outputs, bias added, [N, 2 * I] or [N, I].
+        rows: Activation and gate.
+
+    Returns:
+        Inner values, [N, I].
+    """
     activation = ACTIVATIONS[rows.activation]
     if not rows.has_gate:
-        return activation(inner)
-    gate, other = inner.chunk(2, dim=-1)
-    return activation(gate) * other
+        return activation(products)
+    gate, other = products.chunk(2, dim=-1)
+    if rows.gate_limit is not None:
+        gate, other = gate.clamp(max=rows.gate_limit), other.clamp(min=-rows.gate_limit, max=rows.gate_limit)
+    gate = activation(gate) if rows.gate_slope == 1 else gate * torch.sigmoid(rows.gate_slope * gate)
+    return gate * (other + rows.gate_shift)
 
 
 def _weight(weight: torch.Tensor, *, scale: torch.Tensor | None, row: int, block: int) -> torch.Tensor:

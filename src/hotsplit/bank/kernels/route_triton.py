@@ -99,7 +99,8 @@ def _route_kernel(  # noqa: PLR0913, PLR0917 - a launch passes arguments by posi
         is_real = is_pair & (tl.load(padding_ptr + token * padding_stride, mask=is_pair, other=1) == 0)
         if REDIRECTS:
             first = _first_real_token(padding_ptr, padding_stride, num_tokens, MASK_BLOCK)
-            source = tl.where(is_real, token, first)
+            own = tl.load(ids_ptr + token.to(tl.int64) * ids_stride_T + place * ids_stride_K, mask=is_pair, other=0)
+            source = tl.where(is_real | (own < 0), token, first)
     has_source = is_pair & (source < num_tokens)
     expert = tl.load(ids_ptr + source.to(tl.int64) * ids_stride_T + place * ids_stride_K, mask=has_source, other=0)
     # Looked at before it is an index: -1 and other sentinels stay what they are. Where no token is real, 0 stays 0.

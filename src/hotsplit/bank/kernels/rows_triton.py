@@ -82,14 +82,14 @@ def tiles(num_tokens: int, *, itemsize: int, scale_block: int) -> Tiles:
 
 
 @triton.jit
-def _activate(values: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
-    """reference.ACTIVATIONS, in float32; "none" for the second projection."""
+def _activate(values: tl.tensor, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr) -> tl.tensor:
+    """reference.ACTIVATIONS, in float32; "none" for the second projection. Of silu alone the slope may be another than 1."""
     tl.static_assert(
         (ACTIVATION == "none") | (ACTIVATION == "silu") | (ACTIVATION == "gelu") | (ACTIVATION == "gelu_tanh")
         | (ACTIVATION == "relu") | (ACTIVATION == "relu2")
     )  # fmt: skip
     if ACTIVATION == "silu":
-        values = values * tl.sigmoid(values)
+        values = values * tl.sigmoid(values if SLOPE == 1.0 else values * SLOPE)
     elif ACTIVATION == "gelu":
         values = 0.5 * values * (1.0 + tl.erf(values * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":
@@ -116,21 +116,31 @@ def _outputs_of(
 
 
 @triton.jit
-def _finish(
+def _finish(  # noqa: PLR0913, PLR0917 - a kernel passes arguments by position
     products: tl.tensor,
     bias_ptrs: tl.tensor,
     HAS_BIAS: tl.constexpr,
     HAS_GATE: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SLOPE: tl.constexpr,
+    SHIFT: tl.constexpr,
 ) -> tl.tensor:
-    """From products [M, N] to results, [M, N / 2] with a gate."""
+    """From products [M, N] to results, [M, N / 2] with a gate. A limit of 0 is none."""
     if HAS_BIAS:
         products += tl.load(bias_ptrs).to(tl.float32)[None, :]
     if HAS_GATE:
         gate, other = tl.split(tl.reshape(products, (products.shape[0], products.shape[1] // 2, 2)))
-        return _activate(gate, ACTIVATION) * other
+        if LIMIT > 0:
+            # By comparison and not by tl.minimum: NaN must stay NaN.
+            gate = tl.where(gate > LIMIT, LIMIT, gate)
+            other = tl.where(other > LIMIT, LIMIT, tl.where(other < -LIMIT, -LIMIT, other))
+        gate = _activate(gate, ACTIVATION, SLOPE)
+        if SHIFT != 0.0:
+            other += SHIFT
+        return gate * other
     else:
-        return _activate(products, ACTIVATION)
+        return _activate(products, ACTIVATION, SLOPE)
 
 
 @triton.jit
@@ -183,6 +193,9 @@ def _gemv_kernel(  # noqa: PLR0913, PLR0917 - a launch passes arguments by posit
     HAS_BIAS: tl.constexpr,
     HAS_GATE: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SLOPE: tl.constexpr,
+    SHIFT: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -213,7 +226,8 @@ def _gemv_kernel(  # noqa: PLR0913, PLR0917 - a launch passes arguments by posit
                 x = x * tl.load(scale_ptrs + start // SCALE_BLOCK)[:, None]
             products += weight.to(tl.float32) * x
         bias_ptrs = bias_ptr + row64 * bias_stride + output
-        results = _finish(tl.sum(products, 1)[None, :], bias_ptrs, HAS_BIAS, HAS_GATE, ACTIVATION)
+        products = tl.sum(products, 1)[None, :]
+        results = _finish(products, bias_ptrs, HAS_BIAS, HAS_GATE, ACTIVATION, LIMIT, SLOPE, SHIFT)
         RESULTS: tl.constexpr = BLOCK_N // 2 if HAS_GATE else BLOCK_N
         if factors_ptr is not None:
             results = results * tl.load(factors_ptr + pair).to(tl.float32)
@@ -247,6 +261,9 @@ def _grouped_kernel(  # noqa: PLR0913, PLR0917 - a launch passes arguments by po
     HAS_BIAS: tl.constexpr,
     HAS_GATE: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SLOPE: tl.constexpr,
+    SHIFT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -289,7 +306,7 @@ def _grouped_kernel(  # noqa: PLR0913, PLR0917 - a launch passes arguments by po
                     products += tl.dot(x, weight, input_precision="ieee") * scale[None, :]
                 else:
                     products = tl.dot(x, weight, products, input_precision="ieee")
-            results = _finish(products, bias_ptrs, HAS_BIAS, HAS_GATE, ACTIVATION)
+            results = _finish(products, bias_ptrs, HAS_BIAS, HAS_GATE, ACTIVATION, LIMIT, SLOPE, SHIFT)
             if factors_ptr is not None:
                 results = results * tl.load(factors_ptr + pair).to(tl.float32)[:, None]
             tl.store(
@@ -440,17 +457,16 @@ def _projections(rows: ExpertRows, *, top_k: int) -> tuple[_Projection, _Project
     """The first and the second projection."""
     _, hidden_dim, inner_dim = rows.down.shape
     scale_block = rows.scale_block if rows.is_scaled else 0
-    up = {"PAIRS_PER_X": top_k, "NUM_INPUTS": hidden_dim, "NUM_RESULTS": inner_dim}
-    down = {"PAIRS_PER_X": 1, "NUM_INPUTS": inner_dim, "NUM_RESULTS": hidden_dim}
+    up = {"PAIRS_PER_X": top_k, "NUM_INPUTS": hidden_dim, "NUM_RESULTS": inner_dim, "SCALE_BLOCK": scale_block}
+    down = {"PAIRS_PER_X": 1, "NUM_INPUTS": inner_dim, "NUM_RESULTS": hidden_dim, "SCALE_BLOCK": scale_block}
+    gate = {"LIMIT": rows.gate_limit or 0.0, "SLOPE": rows.gate_slope, "SHIFT": rows.gate_shift}
+    linear = {"HAS_GATE": False, "ACTIVATION": "none", "LIMIT": 0.0, "SLOPE": 1.0, "SHIFT": 0.0}
     return (
         _Projection(
             tensors=(rows.up, rows.up_scale, rows.up_bias),
-            constants=up | {"SCALE_BLOCK": scale_block, "HAS_GATE": rows.has_gate, "ACTIVATION": rows.activation},
+            constants=up | {"HAS_GATE": rows.has_gate, "ACTIVATION": rows.activation} | gate,
         ),
-        _Projection(
-            tensors=(rows.down, rows.down_scale, rows.down_bias),
-            constants=down | {"SCALE_BLOCK": scale_block, "HAS_GATE": False, "ACTIVATION": "none"},
-        ),
+        _Projection(tensors=(rows.down, rows.down_scale, rows.down_bias), constants=down | linear),
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hotsplit.bank.banks import Banks
+from hotsplit.bank.banks import EngineBanks
 from hotsplit.bank.live import Update
 from hotsplit.bank.record import Record, RunFacts
 from hotsplit.metrics import MetricsSnapshot
@@ -47,7 +47,7 @@ class Engine:
 
     def __init__(
         self,
-        banks: Banks,
+        banks: EngineBanks,
         *,
         plan: Plan,
         sizes: ExpertSizes,
@@ -70,8 +70,9 @@ class Engine:
             plan_hash=plan_hash(plan),
             budget_bytes=options.budget_bytes,
             hot_bytes=banks.hot_bytes,
+            host_bytes=banks.host_bytes,
             dynamic=options.dynamic,
-            backend="cpu-pointers",
+            backend=banks.name,
             learn_into=options.learn_into,
             run_dir=options.run_dir,
         )
@@ -85,13 +86,13 @@ class Engine:
         return self.banks.live.num_updates
 
     def histogram(self) -> Histogram:
-        """Everything counted so far, decode and prefill apart."""
-        self.banks.router.flush()
+        """Everything counted so far, decode and prefill apart; on a GPU its counters are waited for."""
+        self.banks.router.settle()
         return self._record.histogram()
 
     def snapshot(self) -> MetricsSnapshot:
-        """All metrics as they stand."""
-        self.banks.router.flush()
+        """All metrics as they stand; on a GPU its counters are waited for."""
+        self.banks.router.settle()
         return self._record.snapshot()
 
     def close(self) -> None:
@@ -100,7 +101,7 @@ class Engine:
             return
         self._is_closed = True
         try:
-            self.banks.router.flush()
+            self.banks.router.settle()
             self._record.save()
         finally:
             self.banks.close()

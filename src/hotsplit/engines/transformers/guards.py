@@ -36,10 +36,10 @@ def guard(model: Any, *, engine: Engine) -> None:
 
 def _refusal(name: str, *, do: str) -> Callable[..., NoReturn]:
     def refuse(*_args: object, **_kwargs: object) -> NoReturn:
-        raise EngineError(name, got="a model whose routed experts lie in its checkpoint's files", do=do)
+        raise EngineError(name, got="a model whose routed experts are not among its weights", do=do)
 
     return refuse
 
 
 def _warn_of_state_dict(*_args: object) -> None:
-    logger.warning("a hotsplit model's state_dict() has no routed experts: they lie in the checkpoint's files")
+    logger.warning("a hotsplit model's state_dict() has no routed experts: they are not among its weights")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hotsplit.bank.banks import Banks
+from hotsplit.bank.banks import EngineBanks
 from hotsplit.errors import EngineError
 
 NAME = "hotsplit"
@@ -27,7 +27,7 @@ def register() -> None:
     FP8ExpertsInterface.register(NAME, experts_forward)
 
 
-def attach(module: Any, *, banks: Banks, layer_id: int, dtype: torch.dtype) -> None:
+def attach(module: Any, *, banks: EngineBanks, layer_id: int, dtype: torch.dtype) -> None:
     """Tie an experts module to its layer of the banks.
 
     Args:
@@ -60,12 +60,15 @@ def experts_forward(
         )
     if hidden_states.requires_grad and torch.is_grad_enabled():
         raise EngineError("hotsplit models only infer", got="a forward that wants gradients", do="use torch.no_grad()")
-    if hidden_states.device.type != "cpu":
-        raise EngineError(
-            "hotsplit's rows lie on the CPU", got=f"tokens on {hidden_states.device}", do="do not move it"
-        )
     banks, layer_id, dtype = attached
-    if hidden_states.dtype != dtype and not torch.is_autocast_enabled("cpu"):
+    if hidden_states.device != banks.device:
+        place = "the CPU" if banks.device.type == "cpu" else str(banks.device)
+        raise EngineError(
+            f"hotsplit's rows lie on {place}", got=f"tokens on {hidden_states.device}", do="do not move the model"
+        )
+    # On a CPU each expert converts its tokens, as the stock loop would; a GPU's kernels are of one type.
+    is_converted = banks.device.type == "cpu" and torch.is_autocast_enabled("cpu")
+    if hidden_states.dtype != dtype and not is_converted:
         raise EngineError(
             f"experts of {dtype}",
             got=f"tokens of {hidden_states.dtype}",

@@ -2,33 +2,36 @@
 
     folder -> headers -> sizes -> plan -> model without experts -> rows -> proof of equality -> hooks
 
+On a GPU the same steps have other sizes, rows and kernels behind them: gpu.py.
+
 Shapes: L MoE layers, E experts, D model dim.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hotsplit.bank.banks import BankOptions, Banks
+from hotsplit.bank.banks import BankOptions, Banks, EngineBanks
 from hotsplit.bank.build import Progress
 from hotsplit.bank.runs import new_run_dir
 from hotsplit.config import HotsplitConfig, variable_name
-from hotsplit.engines.transformers import hooks
+from hotsplit.engines.transformers import cpu, gpu, hooks
 from hotsplit.engines.transformers.engine import Engine, EngineOptions
 from hotsplit.engines.transformers.guards import guard
-from hotsplit.engines.transformers.index import CheckpointSource, ExpertsLayer
 from hotsplit.engines.transformers.leave_out import MODEL_LOCK, experts_left_out
-from hotsplit.engines.transformers.mathematics import Precision, expert_math, preparer, prove
 from hotsplit.engines.transformers.opening import Opened, one_line, open_model, trusted
+from hotsplit.engines.transformers.places import GpuPlace, place_of
 from hotsplit.engines.transformers.resolve import model_class, model_folder
 from hotsplit.engines.transformers.steps import Steps, drive
 from hotsplit.errors import UnsupportedEngineError
-from hotsplit.host.budget import default_hot_bytes, require_memory
+from hotsplit.host.budget import require_gpu_memory, require_memory
 from hotsplit.notices import Notice
 from hotsplit.plan.checkpoint import read_headers, require_loadable
 from hotsplit.plan.choose import PlanChoice, PlanRequest, choose_plan, needed_bytes
@@ -55,10 +58,11 @@ _REFUSED_KWARGS = (
 )
 
 
-def load(
+def load(  # noqa: PLR0913 - what a user may ask for, all of it by name
     model: str | Path,
     *,
     hot_gib: float | None = None,
+    device: str | torch.device | None = None,
     force: bool = False,
     run_when_fits: bool = False,
     model_kwargs: Mapping[str, Any] | None = None,
@@ -69,11 +73,13 @@ def load(
 
     Args:
         model: A local folder with safetensors files, or a hub id.
-        hot_gib: Hot budget in GiB; None for the memory that is available, less a reserve and the dense weights.
+        hot_gib: Hot budget in GiB. None on a CPU for the memory that is available, less a reserve and the dense weights;
+            on a GPU for what stock transformers would keep of the model there.
+        device: "cpu", "cuda" or "cuda:1"; None for an NVIDIA GPU where torch sees one, else the CPU.
         force: Use a plan or histogram of another model all the same.
         run_when_fits: Run hotsplit's banks even where every expert fits (to count traffic, or to compare).
         model_kwargs: Passed to transformers' from_pretrained (dtype, attn_implementation, ...).
-        on_progress: Told bytes done and in all while hot rows are read.
+        on_progress: Told bytes done and in all while rows are read: the hot ones, on a GPU all of them.
         **settings: Any other setting of docs/configuration.md by its lower-case name: plan="plan.json", dynamic=False.
 
     Returns:
@@ -91,6 +97,7 @@ def load(
     return load_with(
         model,
         config=config,
+        device=device,
         force=force,
         run_when_fits=run_when_fits,
         model_kwargs=model_kwargs,
@@ -98,10 +105,11 @@ def load(
     )
 
 
-def load_with(
+def load_with(  # noqa: PLR0913 - the same
     model: str | Path,
     *,
     config: HotsplitConfig,
+    device: str | torch.device | None = None,
     force: bool = False,
     run_when_fits: bool = False,
     model_kwargs: Mapping[str, Any] | None = None,
@@ -112,45 +120,105 @@ def load_with(
     Args:
         model: A local folder, or a hub id.
         config: All settings.
+        device: As in load().
         force: As in load().
         run_when_fits: As in load().
         model_kwargs: As in load().
         on_progress: As in load().
     """
-    kwargs = _checked_kwargs(model_kwargs or {})
+    kwargs, place = _checked_kwargs(model_kwargs or {}), place_of(device)
     folder = model_folder(model)
     checkpoint = read_headers(folder)
     require_loadable(checkpoint)
     if config.enable is False:
         _say(Notice(name="off", text="hotsplit is off (HOTSPLIT_ENABLE=0): running stock transformers", strict=False))
-        return _load_stock(folder, kwargs)
+        return _load_stock(folder, kwargs, place=place)
     given = [f"{name}={value} ({origin})" for name, value, origin in config.rows() if origin != "default"]
     logger.info("settings: %s; all others default", ", ".join(given) or "none given")
-    for notice in _idle_settings(config):
+    if place is not None:
+        gpu.require_kernel(config)
+    for notice in [*_idle_settings(config), *(cpu.idle_on_cpu(config) if place is None else gpu.idle_on_gpu(config))]:
         _say(notice)
     with MODEL_LOCK:
         opened = open_model(folder, checkpoint=checkpoint, sizes=expert_sizes(checkpoint), kwargs=kwargs)
-    budget, is_given = _budget(opened.sizes, config=config)
-    if budget >= opened.sizes.expert_bytes and config.plan is None and not run_when_fits:
-        require_memory(opened.sizes.expert_bytes, sizes=opened.sizes, reserve_bytes=config.vram_reserve_bytes)
-        text = f"all routed experts fit ({gib(opened.sizes.expert_bytes)} of {gib(budget)}): hotsplit is off"
-        _say(Notice(name="fits", text=f"{text}, running stock transformers", strict=False))
-        return _load_stock(folder, kwargs)
-    budget = min(budget, opened.sizes.expert_bytes) if run_when_fits else budget
-    choice = _choose(opened.sizes, config=config, budget=budget, is_given=is_given, force=force)
-    needed = needed_bytes(choice.plan, sizes=opened.sizes, dynamic=config.dynamic)
-    require_memory(needed, sizes=opened.sizes, reserve_bytes=config.vram_reserve_bytes)
-    loaded = _load_without_experts(opened, kwargs)
-    engine = _build(loaded, opened=opened, config=config, choice=choice, on_progress=on_progress)
-    _report(engine, origin=choice.origin)
+    asked = _Asked(config=config, kwargs=kwargs, force=force, run_when_fits=run_when_fits, on_progress=on_progress)
+    loaded = _on_cpu(opened, asked=asked) if place is None else _on_gpu(gpu.on_gpu(place, opened=opened), asked=asked)
+    if loaded is None:
+        return _load_stock(folder, kwargs, place=place)
+    _report(loaded.hotsplit)
     return loaded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """What load() was asked for."""
+
+    config: HotsplitConfig
+    kwargs: Mapping[str, Any]
+    force: bool
+    run_when_fits: bool
+    on_progress: Progress | None
+
+
+def _on_cpu(opened: Opened, *, asked: _Asked) -> Any:
+    """The model over pointer rows; None where everything fits and stock shall run."""
+    config, sizes = asked.config, opened.sizes
+    budget = cpu.default_budget(sizes, config=config) if config.hot_bytes is None else config.hot_bytes
+    if _fits(sizes, budget=budget, asked=asked):
+        require_memory(sizes.expert_bytes, sizes=sizes, reserve_bytes=config.vram_reserve_bytes)
+        return None
+    choice = _choose(sizes, asked=asked, budget=min(budget, sizes.expert_bytes))
+    needed = needed_bytes(choice.plan, sizes=sizes, dynamic=config.dynamic)
+    require_memory(needed, sizes=sizes, reserve_bytes=config.vram_reserve_bytes)
+    loaded = _load_without_experts(opened, asked.kwargs)
+    banks = Banks(
+        opened.source,
+        hot=choice.plan.hot,
+        prior=choice.prior,
+        options=_bank_options(sizes, config=config),
+        on_progress=asked.on_progress,
+    )
+    with _closed_on_error(banks):
+        cpu.teach(loaded, banks=banks, source=opened.source)
+        _put_together(loaded, banks=banks, sizes=sizes, choice=choice, config=config, notices=())
+    return loaded
+
+
+def _on_gpu(model: gpu.OnGpu, *, asked: _Asked) -> Any:
+    """The model over rows that a GPU reads; None where everything fits and stock shall run."""
+    config = asked.config
+    budget = gpu.default_budget(model, config=config) if config.hot_bytes is None else config.hot_bytes
+    if _fits(model.sizes, budget=budget, asked=asked):
+        require_gpu_memory(model.sizes.expert_bytes, memory=model.memory(config))
+        return None
+    parts = model.place.open(config.numa_policy)
+    logger.info("%s: %s", parts.kit.name, parts.kit.description)
+    sizes = gpu.planned_sizes(model, parts=parts, config=config, budget=budget)
+    choice = _choose(sizes, asked=asked, budget=budget)
+    gpu.require_room(model, parts=parts, choice=choice, config=config)
+    loaded = _load_without_experts(model.opened, asked.kwargs).to(model.place.device)
+    banks = gpu.build_banks(
+        model, parts=parts, choice=choice, options=_bank_options(sizes, config=config), on_progress=asked.on_progress
+    )
+    with _closed_on_error(banks):
+        gpu.teach(loaded, banks=banks, model=model, parts=parts)
+        said = gpu.notices(banks, parts=parts, budget=choice.plan.stages[0].budget_bytes)
+        _put_together(loaded, banks=banks, sizes=model.sizes, choice=choice, config=config, notices=said)
+    return loaded
+
+
+def _fits(sizes: ExpertSizes, *, budget: int, asked: _Asked) -> bool:
+    """Whether nothing needs splitting, which is said."""
+    if budget < sizes.expert_bytes or asked.config.plan is not None or asked.run_when_fits:
+        return False
+    text = f"all routed experts fit ({gib(sizes.expert_bytes)} of {gib(budget)}): hotsplit is off"
+    _say(Notice(name="fits", text=f"{text}, running stock transformers", strict=False))
+    return True
 
 
 def _idle_settings(config: HotsplitConfig) -> Iterator[Notice]:
     """Settings that were given and have nothing to act on here: silence would look like obedience."""
     idle = {
-        "numa_policy": (True, "the transformers engine's rows lie in plain memory and mapped files"),
-        "bank_dir": (True, "the transformers engine reads cold rows from the model's own files"),
         "dyn_max_swaps": (not config.dynamic, "nothing swaps in static mode"),
         "dyn_margin": (not config.dynamic, "nothing swaps in static mode"),
         "dyn_half_life": (not config.dynamic, "nothing swaps in static mode"),
@@ -172,34 +240,29 @@ def _checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return dict(kwargs)
 
 
-def _budget(sizes: ExpertSizes, *, config: HotsplitConfig) -> tuple[int, bool]:
-    """Bytes, and whether a user named them."""
-    if config.hot_bytes is not None:
-        return config.hot_bytes, True
-    return default_hot_bytes(sizes, reserve_bytes=config.vram_reserve_bytes), False
-
-
-def _choose(sizes: ExpertSizes, *, config: HotsplitConfig, budget: int, is_given: bool, force: bool) -> PlanChoice:
+def _choose(sizes: ExpertSizes, *, asked: _Asked, budget: int) -> PlanChoice:
+    config = asked.config
     options = PlanOptions(dynamic=config.dynamic, objective=config.objective, strict=config.strict)
     request = PlanRequest(
         budget_bytes=budget,
-        is_budget_given=is_given,
+        is_budget_given=config.hot_bytes is not None,
         plan=config.plan,
         counts=config.counts,
         state_dir=config.state_path if config.learned == "use" else None,
-        force=force,
+        force=asked.force,
         options=options,
     )
     return choose_plan(sizes, request=request)
 
 
-def _load_stock(folder: Path, kwargs: Mapping[str, Any]) -> Any:
+def _load_stock(folder: Path, kwargs: Mapping[str, Any], *, place: GpuPlace | None) -> Any:
     import transformers
 
     with one_line(f"the stock model of {folder}"), MODEL_LOCK:
         config = transformers.AutoConfig.from_pretrained(folder, **trusted(kwargs))
         kind: Any = model_class(config)
-        return kind.from_pretrained(folder, **kwargs).eval()
+        loaded = kind.from_pretrained(folder, **kwargs).eval()
+        return loaded if place is None else loaded.to(place.device)
 
 
 def _load_without_experts(opened: Opened, kwargs: Mapping[str, Any]) -> Any:
@@ -211,78 +274,50 @@ def _load_without_experts(opened: Opened, kwargs: Mapping[str, Any]) -> Any:
     return loaded.eval().requires_grad_(requires_grad=False)
 
 
-def _build(
-    loaded: Any, *, opened: Opened, config: HotsplitConfig, choice: PlanChoice, on_progress: Progress | None
-) -> Engine:
-    """Rows, mathematics, hooks."""
-    rebalance = RebalanceOptions(
-        half_life=config.dyn_half_life, margin=config.dyn_margin, max_swaps=config.dyn_max_swaps
-    )
-    notices = [*choice.notices]
-    if config.dynamic and (notice := thrash_notice(rebalance)):
-        notices.append(notice)
-    options = BankOptions(
-        top_k=opened.sizes.identity.top_k or 1,
+def _bank_options(sizes: ExpertSizes, *, config: HotsplitConfig) -> BankOptions:
+    return BankOptions(
+        top_k=sizes.identity.top_k or 1,
         dynamic=config.dynamic,
         dyn_steps=config.dyn_steps,
         kernel=config.kernel,
-        rebalance=rebalance,
+        rebalance=_rebalance(config),
     )
-    banks = Banks(opened.source, hot=choice.plan.hot, prior=choice.prior, options=options, on_progress=on_progress)
+
+
+def _rebalance(config: HotsplitConfig) -> RebalanceOptions:
+    return RebalanceOptions(half_life=config.dyn_half_life, margin=config.dyn_margin, max_swaps=config.dyn_max_swaps)
+
+
+@contextmanager
+def _closed_on_error(banks: EngineBanks) -> Iterator[None]:
     try:
-        _teach(loaded, banks=banks, source=opened.source)
-        engine = Engine(
-            banks,
-            plan=choice.plan,
-            sizes=opened.sizes,
-            options=_engine_options(config, choice=choice),
-            notices=notices,
-            origin=choice.origin,
-        )
+        yield
     except BaseException:
         banks.close()
         raise
+
+
+def _put_together(
+    loaded: Any,
+    *,
+    banks: EngineBanks,
+    sizes: ExpertSizes,
+    choice: PlanChoice,
+    config: HotsplitConfig,
+    notices: Sequence[Notice],
+) -> None:
+    """The handle on the model, what it must not do, and the steps around its forward."""
+    thrash = thrash_notice(_rebalance(config)) if config.dynamic else None
+    engine = Engine(
+        banks,
+        plan=choice.plan,
+        sizes=sizes,
+        options=_engine_options(config, choice=choice),
+        notices=[*choice.notices, *([thrash] if thrash else []), *notices],
+        origin=choice.origin,
+    )
     guard(loaded, engine=engine)
     drive(loaded, steps=Steps(banks))
-    return engine
-
-
-def _teach(loaded: Any, *, banks: Banks, source: CheckpointSource) -> None:
-    """Give every layer its mathematics; one proof per class of experts."""
-    proven: dict[type, Precision] = {}
-    for layer_id, layer in enumerate(source.layers):
-        module = loaded.get_submodule(layer.path)
-        prepare = preparer(layer, layout=source.layouts[layer_id], conversions=source.conversions)
-        if type(module) not in proven:
-            proven[type(module)] = prove(
-                module,
-                prepare=prepare,
-                read=_reader(banks, layer_id),
-                num_experts=source.num_experts,
-                hidden_dim=_hidden_dim(module, layer=layer),
-            )
-        math = expert_math(
-            module,
-            layer=layer,
-            prepare=prepare,
-            precision=proven[type(module)],
-            num_experts=source.num_experts,
-        )
-        banks.use_math(layer_id, math)
-        _, dtype = next(iter(layer.parameters.values()))
-        hooks.attach(module, banks=banks, layer_id=layer_id, dtype=dtype)
-
-
-def _reader(banks: Banks, layer_id: int) -> Callable[[int], Mapping[str, torch.Tensor]]:
-    """An expert's stored tensors, wherever it lies."""
-    row_map = banks.router.row_map[layer_id].tolist()
-    return lambda expert: banks.rows.tensors(layer_id, row_map[expert])
-
-
-def _hidden_dim(module: Any, *, layer: ExpertsLayer) -> int:
-    """D, from the shape of the first projection."""
-    shape, _ = layer.parameters["gate_up_proj" if module.has_gate else "up_proj"]
-    return shape[1] if module.is_transposed else shape[2]
 
 
 def _engine_options(config: HotsplitConfig, *, choice: PlanChoice) -> EngineOptions:
@@ -298,7 +333,7 @@ def _say(notice: Notice) -> None:
     logger.warning("%s", notice)
 
 
-def _report(engine: Engine, *, origin: str) -> None:
+def _report(engine: Engine) -> None:
     for notice in engine.notices:
         _say(notice)
     hot, proof = engine.plan.hot_rows(), engine.plan.proof
@@ -310,5 +345,5 @@ def _report(engine: Engine, *, origin: str) -> None:
         len(hot) * (engine.sizes.identity.num_experts or 0),
         gib(engine.banks.hot_bytes),
         "unknown" if proof.hit_rate is None else f"{proof.held_out or proof.hit_rate:.3f}",
-        origin,
+        engine.origin,
     )

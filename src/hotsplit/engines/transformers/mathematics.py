@@ -68,11 +68,21 @@ def _parameter(
     stored: torch.Tensor, *, scale: torch.Tensor | None, dtype: torch.dtype, conversion: Conversion
 ) -> torch.Tensor:
     value = stored if scale is None else _dequantise(stored, scale=scale, dtype=dtype)
+    return converted(value, conversion=conversion).to(dtype)
+
+
+def converted(value: torch.Tensor, *, conversion: Conversion) -> torch.Tensor:
+    """A stored tensor of one expert with its values where the module's parameter has them.
+
+    Args:
+        value: As stored, or dequantised.
+        conversion: Of its parameter.
+    """
     if conversion.transpose:
         value = value.transpose(-2, -1).contiguous()
     if conversion.deinterleave is not None:
         value = _deinterleave(value, dim=conversion.deinterleave, inverse=conversion.interleave_inverse)
-    return value.to(dtype)
+    return value
 
 
 def _in_phase(value: torch.Tensor, *, phase: int) -> torch.Tensor:
@@ -169,7 +179,8 @@ def prove(
     experts = sorted({0, num_experts // 2, num_experts - 1})
     rows = {expert: read(expert) for expert in experts}
     trials = _trials(prepare(rows[0]), experts=experts, hidden_dim=hidden_dim)
-    stock = [_stock_forward(module, rows=rows, prepare=prepare, trial=trial) for trial in trials]
+    prepared = {expert: prepare(tensors) for expert, tensors in rows.items()}
+    stock = [stock_forward(module, prepared=prepared, trial=trial) for trial in trials]
     for precision in _CANDIDATES:
         function = expert_function(module, prepare=prepare, compute=precision.compute)
         mine = [
@@ -190,10 +201,11 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-_Trial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Trial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Tokens, expert ids, weights."""
 
 
-def _trials(parameters: Tensors, *, experts: list[int], hidden_dim: int) -> list[_Trial]:
+def _trials(parameters: Tensors, *, experts: list[int], hidden_dim: int) -> list[Trial]:
     """Tokens, ids and weights, once with float32 weights and once with the model's dtype: it tells the sums apart."""
     dtype = next(iter(parameters.values())).dtype
     generator = torch.Generator().manual_seed(0)
@@ -225,9 +237,14 @@ class _Stand:
         return getattr(self._module, name)
 
 
-def _stock_forward(module: Any, *, rows: Mapping[int, Tensors], prepare: Prepare, trial: _Trial) -> torch.Tensor:
-    """The class's own loop, which the decorator keeps under its wrapper."""
-    prepared = {expert: prepare(tensors) for expert, tensors in rows.items()}
+def stock_forward(module: Any, *, prepared: Mapping[int, Tensors], trial: Trial) -> torch.Tensor:
+    """What the class's own loop computes, which the decorator keeps under its wrapper.
+
+    Args:
+        module: The experts module.
+        prepared: Parameters of the experts that the trial asks for.
+        trial: Tokens [T, D], expert ids [T, K], weights [T, K].
+    """
     names = next(iter(prepared.values()))
     stand = _Stand(module, {name: _Rows({e: tensors[name] for e, tensors in prepared.items()}) for name in names})
     with torch.no_grad():
@@ -236,7 +253,7 @@ def _stock_forward(module: Any, *, rows: Mapping[int, Tensors], prepare: Prepare
 
 
 def _run(
-    function: ExpertFunction, *, rows: Mapping[int, Tensors], precision: Precision, trial: _Trial, num_experts: int
+    function: ExpertFunction, *, rows: Mapping[int, Tensors], precision: Precision, trial: Trial, num_experts: int
 ) -> torch.Tensor:
     hidden, ids, weights = trial
     math = ExpertMath(

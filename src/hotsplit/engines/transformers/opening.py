@@ -43,6 +43,8 @@ class Opened:
     """Classes of its experts modules."""
     sizes: ExpertSizes
     """With the rows as they are laid out here."""
+    meta: Any
+    """The model on the meta device, with all its parameters."""
 
 
 def open_model(folder: Path, *, checkpoint: Checkpoint, sizes: ExpertSizes, kwargs: Mapping[str, Any]) -> Opened:
@@ -100,6 +102,7 @@ def open_model(folder: Path, *, checkpoint: Checkpoint, sizes: ExpertSizes, kwar
         source=source,
         experts_classes=tuple(classes),
         sizes=_runtime_sizes(sizes, source=source),
+        meta=meta,
     )
 
 

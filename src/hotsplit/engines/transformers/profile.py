@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hotsplit.bank.banks import EngineBanks
 from hotsplit.bank.route import StepRouting
 from hotsplit.engines.transformers.traffic import Prompt
 from hotsplit.errors import ConfigError
@@ -71,10 +72,12 @@ def play(
     Returns:
         The histogram of everything counted by the model so far, and the trace or None.
     """
-    router = model.hotsplit.banks.router
+    banks = model.hotsplit.banks
+    router, on_gpu = banks.router, banks.device.type == "cuda"
     router.flush()  # what ran before is nothing that a trace should see
     recorder = _Recorder(prompts, num_layers=router.row_map.shape[0]) if want_trace else None
-    with _observed(router, recorder), torch.random.fork_rng(devices=[]), torch.no_grad():
+    generators = torch.random.fork_rng(devices=[banks.device.index] if on_gpu else [])
+    with _observed(banks, recorder), generators, torch.no_grad():
         torch.manual_seed(options.seed)
         for first in range(0, len(prompts), options.batch_size):
             batch = prompts[first : first + options.batch_size]
@@ -93,9 +96,10 @@ def _play_batch(model: Any, batch: Sequence[Prompt], *, options: ProfileOptions)
     rows = [[pad] * (longest - len(prompt.token_ids)) + list(prompt.token_ids) for prompt in batch]
     mask = [[0] * (longest - len(prompt.token_ids)) + [1] * len(prompt.token_ids) for prompt in batch]
     sampling = {"do_sample": True, "temperature": options.temperature, "top_k": 0, "top_p": 1.0}
+    device = model.hotsplit.banks.device
     model.generate(
-        torch.tensor(rows),
-        attention_mask=torch.tensor(mask),
+        torch.tensor(rows, device=device),
+        attention_mask=torch.tensor(mask, device=device),
         # The prompt's own step yields the first token; each further one is a decode step.
         max_new_tokens=options.decode_tokens + 1,
         pad_token_id=pad,
@@ -110,15 +114,15 @@ def _pad_id(model: Any) -> int:
 
 
 @contextmanager
-def _observed(router: Any, recorder: _Recorder | None) -> Iterator[None]:
+def _observed(banks: EngineBanks, recorder: _Recorder | None) -> Iterator[None]:
     if recorder is None:
         yield
         return
-    router.observers.append(recorder)
+    banks.observers.append(recorder)
     try:
         yield
     finally:
-        router.observers.remove(recorder)
+        banks.observers.remove(recorder)
 
 
 class _Recorder:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from hotsplit.bank.banks import Banks
+from hotsplit.bank.banks import EngineBanks
 from hotsplit.bank.route import Phase
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ class _Generation(threading.local):
     """Whether a step may verify several drafted tokens."""
     has_ended: torch.Tensor | None = None
     """Sequences of the batch that have ended, [B, 1], bool."""
+    num_steps: int = 0
+    """Steps so far."""
 
 
 class Steps:
@@ -44,12 +46,17 @@ class Steps:
         banks: Ticked and told what kind of step follows.
     """
 
-    def __init__(self, banks: Banks) -> None:
+    def __init__(self, banks: EngineBanks) -> None:
         self._banks = banks
         # A publish between two steps of one thread would fall into the middle of another thread's step.
         self._lock = threading.RLock()
         self._generation = _Generation()
         self._has_warned = False
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether steps run on a GPU."""
+        return self._banks.device.type == "cuda"
 
     @contextmanager
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
@@ -62,12 +69,9 @@ class Steps:
         with self._lock:
             self._banks.tick()
             phase, is_padding = self._read(args, kwargs)
-            self._banks.begin_step(phase=phase, is_padding=is_padding)
-            try:
+            with self._banks.step(phase=phase, is_padding=is_padding):
                 yield
-            except BaseException:
-                self._banks.abandon_step()
-                raise
+            self._generation.num_steps += 1
 
     @contextmanager
     def generation(self, *, end_ids: frozenset[int], is_speculative: bool) -> Iterator[None]:
@@ -78,13 +82,13 @@ class Steps:
             is_speculative: Whether drafted tokens are verified several at a time.
         """
         now = self._generation
-        before = now.end_ids, now.is_speculative, now.has_ended
+        before = now.end_ids, now.is_speculative, now.has_ended, now.num_steps
         now.end_ids, now.is_speculative = torch.tensor(sorted(end_ids), dtype=torch.int64), is_speculative
-        now.has_ended = None
+        now.has_ended, now.num_steps = None, 0
         try:
             yield
         finally:
-            now.end_ids, now.is_speculative, now.has_ended = before
+            now.end_ids, now.is_speculative, now.has_ended, now.num_steps = before
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Phase, torch.Tensor | None]:
         """Phase of the step, and the tokens that nobody asked for, [T], bool, or None."""
@@ -92,16 +96,28 @@ class Steps:
         tokens = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
         if tokens is None:
             return "prefill", None
-        num_new, has_past = int(tokens.shape[1]), _has_past(kwargs)
+        num_new, has_past = int(tokens.shape[1]), self._has_past(kwargs)
         is_decode = num_new == 1 or (has_past and self._generation.is_speculative)
         is_padding = self._masked(kwargs.get("attention_mask", args[1] if len(args) > 1 else None), num_new=num_new)
         if not has_past:
             self._generation.has_ended = None
         elif num_new == 1 and input_ids is not None and (ended := self._ended(input_ids)) is not None:
             is_padding = ended if is_padding is None else is_padding | ended
-        if is_padding is None or not bool(is_padding.any()):
-            return "decode" if is_decode else "prefill", None
-        return "decode" if is_decode else "prefill", is_padding.reshape(-1)
+        phase: Phase = "decode" if is_decode else "prefill"
+        # On a GPU a mask without padding is handed on as well: whether there is any only the device knows.
+        if is_padding is None or (is_padding.device.type == "cpu" and not bool(is_padding.any())):
+            return phase, None
+        return phase, is_padding.reshape(-1)
+
+    def _has_past(self, kwargs: dict[str, Any]) -> bool:
+        """Whether a cache holds tokens already."""
+        # transformers 5.24 renames the argument.
+        length = getattr(kwargs.get("cache", kwargs.get("past_key_values")), "get_seq_length", None)
+        held = 0 if length is None else length()
+        if isinstance(held, torch.Tensor) and held.device.type != "cpu":
+            # A static cache counts on its device, which is not waited for: generate() fills it from its first step on.
+            return self._generation.end_ids is None or self._generation.num_steps > 0
+        return int(held) > 0
 
     def _masked(self, mask: Any, *, num_new: int) -> torch.Tensor | None:
         """New tokens that the attention mask hides, [B, S], bool."""
@@ -120,6 +136,8 @@ class Steps:
         now = self._generation
         if input_ids.shape[0] == 1 or now.end_ids is None or not now.end_ids.numel():
             return None
+        if now.end_ids.device != input_ids.device:
+            now.end_ids = now.end_ids.to(input_ids.device)
         ended = torch.isin(input_ids, now.end_ids)
         if now.has_ended is not None and now.has_ended.shape == ended.shape:
             ended = ended | now.has_ended
@@ -144,6 +162,8 @@ def drive(model: Any, *, steps: Steps) -> None:
         ends = _setting("eos_token_id", kwargs, config, owner.generation_config)
         lookup = _setting("prompt_lookup_num_tokens", kwargs, config, owner.generation_config)
         is_speculative = lookup is not None or kwargs.get("assistant_model") is not None
+        if steps.is_on_gpu:
+            kwargs.setdefault("disable_compile", True)  # transformers compiles the forward where a cache is static
         with steps.generation(end_ids=_as_ids(ends), is_speculative=is_speculative):
             return call(*args, **kwargs)
 
@@ -164,13 +184,6 @@ def _around(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
     call.__signature__ = inspect.signature(bound)  # type: ignore[attr-defined]
     setattr(owner, name, call)
-
-
-def _has_past(kwargs: dict[str, Any]) -> bool:
-    """Whether a cache holds tokens already."""
-    # transformers 5.24 renames the argument.
-    length = getattr(kwargs.get("cache", kwargs.get("past_key_values")), "get_seq_length", None)
-    return bool(length is not None and int(length()) > 0)
 
 
 def _setting(name: str, kwargs: dict[str, Any], config: Any, default: Any) -> Any:

@@ -1,14 +1,13 @@
 """Which memory stands behind the rows of a worker: the CPU twin's, or a GPU's.
 
-    cpu    anonymous memory and a bank file                       bank/file_memory.py
-    cuda   device pages and host pages, read in place by the GPU  bank/cuda_row_memory.py
-
-NOTE: the CUDA backend has been run over stand-ins alone, and refusals.py still turns its device away.
+cpu    anonymous memory and a bank file                       bank/file_memory.py
+cuda   GPU memory and host memory that the GPU reads in place  bank/cuda_open.py
 """
 
 from __future__ import annotations
 
 import logging
+import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,21 @@ from pathlib import Path
 from hotsplit.bank.file_memory import FileMemory
 from hotsplit.bank.range_devices import HostDevice, RangeDevice
 from hotsplit.bank.ranges import BankFile
+from hotsplit.bank.route import StepRouter
 from hotsplit.bank.row_memory import RowMemory
 from hotsplit.errors import UnsupportedEngineError
+from hotsplit.notices import Notice
+from hotsplit.units import gib
 
 logger = logging.getLogger(__name__)
+
+
+def _nothing() -> None:
+    """What a backend does that has nothing to do."""
+
+
+def _no_warm_up(router: StepRouter, top_k: int) -> None:
+    """Nothing to compile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,8 +42,14 @@ class Backend:
     """What rows are made of."""
     device: RangeDevice
     """Router and swaps."""
-    close: Callable[[], None]
+    close: Callable[[], None] = _nothing
     """After the rows."""
+    settle: Callable[[], None] = _nothing
+    """Before the rows are given back: waits for work that may still need them."""
+    enter_thread: Callable[[], None] = _nothing
+    """Once in every thread that drives the banks."""
+    warm_up: Callable[[StepRouter, int], None] = _no_warm_up
+    """Compiles and loads what a step runs, for so many experts per token, before a graph is captured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +60,8 @@ class BackendOptions:
     """Where bank files go."""
     numa_policy: str
     """HOTSPLIT_NUMA_POLICY."""
+    cold_bytes: int = 0
+    """Host memory that cold rows of this rank will take."""
     huge_pages: bool = True
     """Ask for huge pages behind hot rows, where that is ours to ask."""
 
@@ -66,45 +84,27 @@ def cuda_backend(options: BackendOptions) -> Backend:
     """A GPU's: the one that is current in this process.
 
     Args:
-        options: NUMA policy; the driver chooses its pages itself.
+        options: NUMA policy, and how much is to be cold; the driver chooses its pages itself.
 
     Raises:
         BankError: The driver, its memory or the NUMA policy refuse.
-        UnsupportedEngineError: This device cannot put both memories at one address.
     """
-    import torch
+    from hotsplit.bank import cuda_open
 
-    from hotsplit.bank.cuda_probe import Probe, choose_backing, summing_rate
-    from hotsplit.bank.cuda_ranges import cuda_memory
-    from hotsplit.bank.cuda_row_memory import CudaRowMemory
-    from hotsplit.bank.driver import load_driver
-    from hotsplit.bank.kernels import route_triton
-    from hotsplit.bank.range_devices import CudaDevice
-    from hotsplit.bank.streams import TorchStreams
-    from hotsplit.host.numa import choose_placement
-
-    index = torch.cuda.current_device()
-    driver = load_driver(index)
-    driver.make_current()
-    placement, notices = choose_placement(
-        options.numa_policy, bus_id=driver.bus_id(), driver_node=driver.attribute("HOST_NUMA_ID")
-    )
-    choice = choose_backing(driver, probe=Probe(read_rate=summing_rate), placement=placement)
-    for notice in (*notices, *choice.notices):
+    kit = cuda_open.open_cuda(numa_policy=options.numa_policy)
+    logger.info("hotsplit: %s", kit.description)
+    locked = [] if kit.memory.num_banks == 1 else locked_memory(options.cold_bytes)
+    for notice in (*kit.notices, *locked):
         logger.warning("hotsplit: %s", notice)
-    logger.info("hotsplit: %s", choice)
-    if choice.location is None:
-        raise UnsupportedEngineError(
-            "memory of this GPU",
-            got=choice.reason,
-            wanted="device pages and host pages at one address",
-            do="update the driver; in a container add --cap-add SYS_NICE; or run vLLM without hotsplit",
-        )
-    memory = cuda_memory(driver, host=choice.location, placement=placement)
-    device = CudaDevice(
-        device=torch.device("cuda", index), streams=TorchStreams(index), driver=driver, kernels=route_triton
+    device = kit.device.device
+    return Backend(
+        name=kit.name,
+        memory=kit.memory,
+        device=kit.device,
+        settle=kit.synchronise,
+        enter_thread=kit.make_current,
+        warm_up=lambda router, top_k: cuda_open.warm_up(router, top_k=top_k, device=device),
     )
-    return Backend(name="cuda-stitched", memory=CudaRowMemory(memory), device=device, close=_nothing)
 
 
 BACKENDS: Mapping[str, Callable[[BackendOptions], Backend]] = {"cpu": cpu_backend, "cuda": cuda_backend}
@@ -129,5 +129,18 @@ def open_backend(device_type: str, *, options: BackendOptions) -> Backend:
     return BACKENDS[device_type](options)
 
 
-def _nothing() -> None:
-    """Device pages go with their ranges."""
+def locked_memory(cold_bytes: int, *, limit: int | None = None) -> list[Notice]:
+    """What is to be said where the limit on locked memory is below what is to be locked.
+
+    Drivers lock pages on their own account on most systems, so this is no refusal: one that minds the limit says so.
+
+    Args:
+        cold_bytes: To be locked.
+        limit: RLIMIT_MEMLOCK; None to ask the system.
+    """
+    allowed = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
+    if allowed in (resource.RLIM_INFINITY, -1) or allowed >= cold_bytes:
+        return []
+    text = f"cold rows are {gib(cold_bytes)} of locked memory and the limit (ulimit -l) is {gib(allowed)}"
+    do = "should the driver refuse it, raise the limit: ulimit -l unlimited, for Docker --ulimit memlock=-1"
+    return [Notice(name="locked-memory", text=f"{text}: {do}", strict=False)]

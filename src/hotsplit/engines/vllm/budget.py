@@ -204,9 +204,13 @@ class FastMemory:
     """Weights other than routed experts."""
     is_gpu: bool
     """Whether vLLM's offloaders act: they pass over parameters that lie in host memory already."""
+    activation_bytes: int = 0
+    """What a step takes at its peak, as far as it can be told before one has run."""
+    kv_cache_source: str = ""
+    """Where kv_cache_bytes comes from, unless it was asked for ("one request of 32768 tokens")."""
 
     def __post_init__(self) -> None:
-        for name in ("available_bytes", "reserve_bytes", "kv_cache_bytes", "dense_bytes"):
+        for name in ("available_bytes", "reserve_bytes", "kv_cache_bytes", "dense_bytes", "activation_bytes"):
             if getattr(self, name) < 0:
                 raise BudgetError(f"the default hot budget, {name}", got=str(getattr(self, name)), wanted="bytes >= 0")
 
@@ -237,10 +241,14 @@ def default_hot_bytes_vllm(
     if flags.kind is not None and memory.is_gpu:
         return _as_offloaded(layers, flags=flags)
     left = memory.available_bytes - memory.reserve_bytes - memory.kv_cache_bytes - memory.dense_bytes
+    left -= memory.activation_bytes
+    because = f" ({memory.kv_cache_source})" if memory.kv_cache_source else ""
     text = (
         f"{gib(memory.available_bytes)} ({memory.source}) - {gib(memory.reserve_bytes)} reserve - "
-        f"{gib(memory.kv_cache_bytes)} KV cache - {gib(memory.dense_bytes)} dense weights"
+        f"{gib(memory.kv_cache_bytes)} KV cache{because} - {gib(memory.dense_bytes)} dense weights"
     )
+    if memory.activation_bytes:
+        text += f" - about {gib(memory.activation_bytes)} for activations"
     if left < 0:
         text += ": nothing is left for hot experts"
     if flags.kind is not None:

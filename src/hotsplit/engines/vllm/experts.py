@@ -7,6 +7,8 @@ stock without a word. A layer differs from stock in four places only:
     the loader's map    expert -> planned row, so that every weight is read straight into its place
     post-processing     the result goes back into the ranges, row by row
     forward_modular     topk_ids -> row ids
+
+Where memory comes in two banks, the forward is two calls of the stock one (two_calls.py).
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class HotsplitExperts:
         # nn.Module is not initialised yet, and super().__init__ needs these already.
         object.__setattr__(self, "hotsplit_weights", None)
         object.__setattr__(self, "hotsplit_layer_id", None)
+        object.__setattr__(self, "hotsplit_calls", None)
         session = sessions.required()
         claim = session.claim(layer_name, moe_config=moe_config)
         if claim is None:
@@ -88,17 +91,24 @@ class HotsplitExperts:
         """
         if self.hotsplit_layer_id is not None:  # type: ignore[attr-defined]
             topk_ids = torch.ops.hotsplit.route(topk_ids, self.layer_name)  # type: ignore[attr-defined]
+        if self.hotsplit_calls is not None:  # type: ignore[attr-defined]
+            return self.hotsplit_calls(x, topk_weights, topk_ids, *args, **kwargs)  # type: ignore[attr-defined]
         return super().forward_modular(x, topk_weights, topk_ids, *args, **kwargs)  # type: ignore[misc]
 
-    def forward_rows(self, x: torch.Tensor, topk_weights: torch.Tensor, row_ids: torch.Tensor) -> torch.Tensor:
-        """The same where the rows are known already: for the self-test.
+    def forward_rows(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, row_ids: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """The same where the rows are known already: for the self-test, and for each bank of a layer in two.
 
         Args:
             x: Tokens, [T, D].
             topk_weights: Router weights, [T, K].
             row_ids: Row ids, [T, K].
+            *args: Shared experts and their input.
+            **kwargs: The same by name.
         """
-        output: torch.Tensor = super().forward_modular(x, topk_weights, row_ids)  # type: ignore[misc]
+        forward = self.hotsplit_calls or super().forward_modular  # type: ignore[attr-defined, misc]
+        output: torch.Tensor = forward(x, topk_weights, row_ids, *args, **kwargs)
         return output
 
 

@@ -35,17 +35,18 @@ def expose(run_dir: Path) -> None:
         run_dir: Where the ranks write their snapshots; it need not be there yet.
     """
     import prometheus_client
-    from prometheus_client.multiprocess import MultiProcessCollector
+    from prometheus_client import multiprocess
 
-    collector: SnapshotCollector | None = getattr(MultiProcessCollector.collect, _MARK, None)
+    theirs: Any = multiprocess.MultiProcessCollector
+    collector: SnapshotCollector | None = getattr(theirs.collect, _MARK, None)
     if collector is not None:
         collector.run_dir = run_dir
         return
     collector = SnapshotCollector(run_dir)
     prometheus_client.REGISTRY.register(collector)
-    MultiProcessCollector.collect = _with_ours(MultiProcessCollector.collect, collector=collector)
+    theirs.collect = _with_ours(theirs.collect, collector=collector)
     # A registry that wants to know names would call collect() for them, meet ours twice and refuse.
-    MultiProcessCollector.describe = _no_names
+    theirs.describe = _no_names
 
 
 def _with_ours(collect: Callable[[Any], Iterable[Any]], *, collector: SnapshotCollector) -> Callable[[Any], list[Any]]:

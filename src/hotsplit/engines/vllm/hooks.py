@@ -3,6 +3,8 @@
     PluggableLayer.register_oot          the experts class and every subclass: vLLM's own way to replace a layer
     EngineArgs.create_engine_config      settings travel with vLLM's configuration; what cannot be served is refused
     WorkerWrapperBase.load_model         plan and ranges before, banks after
+    WorkerWrapperBase.determine_available_memory, .initialize_from_config, .compile_or_warm_up_model
+                                         what is left for the KV cache, and whether the reserve has been kept
     WorkerWrapperBase.execute_model      one step
     WorkerWrapperBase.shutdown           save
 
@@ -84,6 +86,7 @@ def _wrap_engine_args(engine_args: Any, *, environ: MutableMapping[str, str]) ->
             self.additional_config = {**self.additional_config, **mine}
             vllm_config = stock(self, *args, **kwargs)
         refusals.require_supported(vllm_config)
+        refusals.require_environment(environ, device_type=str(vllm_config.device_config.device_type))
         planning.precheck(vllm_config)
         _grant_time_to_save(vllm_config)
         exposition.expose(Path(run_dir))
@@ -108,8 +111,15 @@ def _grant_time_to_save(vllm_config: Any) -> None:
 
 
 def _wrap_worker(worker: Any, *, environ: MutableMapping[str, str]) -> None:
-    stock_execute, stock_shutdown = worker.execute_model, worker.shutdown
+    """A worker's life: its start, its steps, its end."""
+    wrapped = (*_wrapped_start(worker.initialize_from_config, environ=environ), *_wrapped_run(worker))
+    for method in wrapped:
+        setattr(worker, method.__name__, method)
+    for name in refusals.REFUSED_CALLS:
+        setattr(worker, name, _refused_call(name))
 
+
+def _wrapped_start(stock_initialize: Any, *, environ: MutableMapping[str, str]) -> tuple[Any, ...]:
     def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Load the model, with experts hot and cold."""
         prepared = None
@@ -118,11 +128,28 @@ def _wrap_worker(worker: Any, *, environ: MutableMapping[str, str]) -> None:
         with sessions.begin(prepared).loading():
             return self.worker.load_model(*args, **kwargs)
 
+    def determine_available_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Let vLLM profile a step, then see what it has found for its KV cache."""
+        num_bytes = self.worker.determine_available_memory(*args, **kwargs)
+        sessions.required().memory_watch.look_at_kv_cache(num_bytes, vllm_config=self.vllm_config)
+        return num_bytes
+
+    @functools.wraps(stock_initialize)
+    def initialize_from_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with sessions.required().memory_watch.making_kv_cache():
+            return stock_initialize(self, *args, **kwargs)
+
     def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Warm up, then see whether the reserve has been kept."""
         result = self.worker.compile_or_warm_up_model(*args, **kwargs)
-        sessions.required().require_reserve()
+        sessions.required().memory_watch.require_reserve()
         return result
+
+    return load_model, determine_available_memory, initialize_from_config, compile_or_warm_up_model
+
+
+def _wrapped_run(worker: Any) -> tuple[Any, ...]:
+    stock_execute, stock_shutdown = worker.execute_model, worker.shutdown
 
     @functools.wraps(stock_execute)
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,10 +163,7 @@ def _wrap_worker(worker: Any, *, environ: MutableMapping[str, str]) -> None:
             session.close()
         return stock_shutdown(self)
 
-    for wrapped in (load_model, compile_or_warm_up_model, execute_model, shutdown):
-        setattr(worker, wrapped.__name__, wrapped)
-    for name in refusals.REFUSED_CALLS:
-        setattr(worker, name, _refused_call(name))
+    return execute_model, shutdown
 
 
 def _is_asked(vllm_config: Any, *, environ: MutableMapping[str, str]) -> bool:

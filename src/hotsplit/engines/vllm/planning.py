@@ -10,7 +10,6 @@ Shapes: L MoE layers, E experts.
 from __future__ import annotations
 
 import logging
-import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,21 +19,19 @@ from typing import Any
 import numpy as np
 
 from hotsplit.bank.rows import LayerRows, place
-from hotsplit.config import HotsplitConfig, variable_name
-from hotsplit.engines.vllm import budget, exchange, padding, refusals, settings
-from hotsplit.engines.vllm import offload as taken
-from hotsplit.errors import BudgetError, EngineError, PlanMismatchError
-from hotsplit.host.demand import HostDemand, require_disk, require_host
-from hotsplit.host.memory import memory_limits
+from hotsplit.config import HotsplitConfig
+from hotsplit.engines.vllm import exchange, padding, refusals, room, settings
+from hotsplit.engines.vllm.layer_parameters import ModelParameters, model_parameters
+from hotsplit.errors import EngineError, PlanMismatchError
 from hotsplit.notices import Notice
-from hotsplit.plan.checkpoint import read_headers, require_loadable
+from hotsplit.plan.checkpoint import Checkpoint, read_headers, require_loadable
 from hotsplit.plan.choose import PlanChoice, PlanRequest, choose_plan, read_counts
 from hotsplit.plan.planfile import plan_hash
 from hotsplit.plan.planner import PlanOptions
 from hotsplit.plan.rebalance import RebalanceOptions, thrash_notice
 from hotsplit.plan.sizes import ExpertSizes, expert_sizes
 from hotsplit.plan.stage import StagePlan, require_same_hash, revalidate, smallest_budget, stage_sizes
-from hotsplit.units import GIB, gib
+from hotsplit.units import gib
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +76,8 @@ class Prepared:
     """The plan and where it comes from; None where the model runs unchanged."""
     asked_bytes: int = 0
     """The budget as asked for, before it was capped to what there is."""
+    page_bytes: int = 0
+    """The most that page edges, and tensors too small to be split, may take of a GPU beside hot rows; 0 on a CPU."""
 
     @property
     def choice(self) -> PlanChoice:
@@ -110,6 +109,13 @@ class Prepared:
         return self.sizes.identity.top_k or 1
 
     @property
+    def room(self) -> room.Rows:
+        """What its rows take, as planned."""
+        num_cold = [len(rows.row_map) - rows.num_hot for rows in self.rows]
+        hot_bytes = self.stage.needed_bytes(dynamic=self.config.dynamic)
+        return room.rows_of(hot_bytes, num_cold=num_cold, row_bytes=self.stage.row_bytes)
+
+    @property
     def rebalance(self) -> RebalanceOptions:
         """Margin, swaps, half-life."""
         config = self.config
@@ -134,13 +140,17 @@ class Prepared:
         """
         stage, dynamic = self.stage, self.config.dynamic
         fixed = max(hot_bytes - stage.needed_bytes(dynamic=dynamic, row_bytes=row_bytes, fixed_bytes=0), 0)
+        is_allowed = fixed <= self.page_bytes
         notices = revalidate(
             stage,
             row_bytes=row_bytes,
-            fixed_bytes=fixed,
+            fixed_bytes=stage.fixed_bytes if is_allowed and fixed else fixed,
             budget_bytes=max(self.asked_bytes, stage.budget_bytes),
             dynamic=dynamic,
         )
+        if is_allowed and fixed > stage.fixed_bytes:
+            text = f"page edges take {gib(fixed - stage.fixed_bytes)} of GPU memory that the plan file does not count"
+            notices.append(Notice(name="page-edges", text=text, strict=False))
         return replace(self.sizes, row_bytes=np.array(row_bytes, dtype=np.int64)), notices
 
 
@@ -160,9 +170,12 @@ def prepare(vllm_config: Any, *, run_dir: str | None) -> Prepared:
         _say_settings(config)
     checkpoint = read_headers(_model_folder(vllm_config))
     require_loadable(checkpoint)
-    sizes = padding.as_padded(expert_sizes(checkpoint, tp=place_here.tp), vllm_config=vllm_config)
+    sizes = _weigh(checkpoint, tp=place_here.tp, config=config, vllm_config=vllm_config)
+    parameters = _parameters(checkpoint, sizes=sizes, vllm_config=vllm_config)
     gather = exchange.gather_of_all()
-    asked, line = _budget(sizes, config=config, offload=offload, vllm_config=vllm_config)
+    asked, line = room.default_budget(
+        sizes, config=config, offload=offload, parameters=parameters, vllm_config=vllm_config
+    )
     asked, notice = smallest_budget(gather(asked))
     _say([notice] if notice else [])
     logger.info("hotsplit: budget per rank: %s (%s)", gib(asked), line)
@@ -175,7 +188,13 @@ def prepare(vllm_config: Any, *, run_dir: str | None) -> Prepared:
         return stock
     choice = choose_plan(sizes, request=_request(config, stage=place_here.stage, pp=place_here.pp, budget_bytes=asked))
     prepared = Prepared(
-        config=config, place=place_here, sizes=mine, is_stock=False, plan_choice=choice, asked_bytes=asked
+        config=config,
+        place=place_here,
+        sizes=mine,
+        is_stock=False,
+        plan_choice=choice,
+        asked_bytes=asked,
+        page_bytes=0 if parameters is None else padding.fixed_bytes(parameters.layers, sizes=mine),
     )
     require_same_hash(gather(plan_hash(choice.plan)))
     _require_layers(prepared)
@@ -184,8 +203,9 @@ def prepare(vllm_config: Any, *, run_dir: str | None) -> Prepared:
         return stock
     for rows in prepared.rows:
         refusals.require_rows(rows.num_rows)
-    _require_room(prepared, vllm_config=vllm_config)
-    _say([*choice.notices, *_idle(config), *_thrash(prepared), *_unwritable(prepared)])
+    _say(room.require_room(prepared.room, sizes=mine, config=config, parameters=parameters, vllm_config=vllm_config))
+    idle = room.idle_settings(config, device_type=place_here.device_type)
+    _say([*choice.notices, *idle, *_thrash(prepared), *_unwritable(prepared)])
     # Compiled code depends on the numbers of rows: they belong into vLLM's compile-cache key.
     text = settings.rows_text([rows.num_rows for rows in prepared.rows])
     vllm_config.additional_config[settings.KEY] = {**vllm_config.additional_config[settings.KEY], "rows": text}
@@ -210,39 +230,13 @@ def precheck(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     checkpoint = read_headers(folder)
     require_loadable(checkpoint)
-    sizes = padding.as_padded(expert_sizes(checkpoint, tp=parallel.tensor_parallel_size), vllm_config=vllm_config)
+    sizes = _weigh(checkpoint, tp=parallel.tensor_parallel_size, config=config, vllm_config=vllm_config)
     budget_bytes = sizes.expert_bytes if config.hot_bytes is None else config.hot_bytes
     if config.plan is None and budget_bytes >= sizes.expert_bytes:
         read_counts(config.counts, sizes=sizes)
         return
     request = _request(config, stage=0, pp=parallel.pipeline_parallel_size, budget_bytes=budget_bytes)
     choose_plan(sizes, request=request)
-
-
-def require_reserve(config: HotsplitConfig, *, hot_bytes: int, num_ranks: int = 1) -> None:
-    """After warm-up, whether the reserve has been kept.
-
-    Args:
-        config: Settings.
-        hot_bytes: Fast memory taken by hot rows of this rank.
-        num_ranks: Ranks that share this host's memory.
-
-    Raises:
-        BudgetError: Less is left than the reserve; names the largest budget that fits.
-    """
-    available = memory_limits().available_bytes
-    reserve = config.vram_reserve_bytes
-    if available is None or available >= reserve:
-        return
-    fits = max(hot_bytes - -(-(reserve - available) // num_ranks), 0)
-    shown = f"{math.floor(fits / GIB * 1e6) / 1e6:.6f}".rstrip("0").rstrip(".")
-    raise BudgetError(
-        "memory left after warm-up",
-        got=gib(available),
-        wanted=f"the reserve of {gib(reserve)}",
-        do=(f"set HOTSPLIT_HOT_GIB={shown} or less, or " if fits else "") + "lower HOTSPLIT_VRAM_RESERVE_GIB",
-        room_bytes=fits,
-    )
 
 
 def _place(vllm_config: Any, *, run_dir: str | None) -> Place:
@@ -277,25 +271,29 @@ def _model_folder(vllm_config: Any) -> Path:
     return Path(folder)
 
 
-def _budget(
-    sizes: ExpertSizes, *, config: HotsplitConfig, offload: dict[str, Any], vllm_config: Any
-) -> tuple[int, str]:
-    """Bytes on this rank, and one line that says where they come from."""
-    if config.hot_bytes is not None:
-        return config.hot_bytes, f"{variable_name('hot_gib')}, {config.origin('hot_gib')}"
-    limits, num_ranks = memory_limits(), vllm_config.parallel_config.local_world_size
-    if limits.available_bytes is None:
-        raise BudgetError("the default hot budget", got=str(limits), do="set HOTSPLIT_HOT_GIB")
-    memory = budget.FastMemory(
-        available_bytes=limits.available_bytes // num_ranks,
-        source=str(limits) if num_ranks == 1 else f"a share of {num_ranks} ranks; {limits}",
-        reserve_bytes=config.vram_reserve_bytes // num_ranks,
-        kv_cache_bytes=vllm_config.cache_config.kv_cache_memory_bytes or 0,
-        dense_bytes=sizes.dense_bytes // num_ranks,
-        is_gpu=False,
-    )
-    default = budget.default_hot_bytes_vllm(memory, flags=taken.as_flags(offload))
-    return default.num_bytes, default.text
+def _weigh(checkpoint: Checkpoint, *, tp: int, config: HotsplitConfig, vllm_config: Any) -> ExpertSizes:
+    """What experts weigh as vLLM will make them: padded on a CPU, and on a GPU with what page edges waste."""
+    sizes = expert_sizes(checkpoint, tp=tp)
+    if not _is_on_gpu(vllm_config):
+        return padding.as_padded(sizes, vllm_config=vllm_config)
+    # Plan files are made without the pages of a machine, and where no row is hot there is no page.
+    is_charged = config.plan is None and config.hot_bytes != 0
+    if not is_charged:
+        return sizes
+    made = model_parameters(checkpoint, sizes=sizes, layers=sizes.identity.layers or ())
+    return padding.with_pages(sizes, layers=made.layers)
+
+
+def _parameters(checkpoint: Checkpoint, *, sizes: ExpertSizes, vllm_config: Any) -> ModelParameters | None:
+    """What a GPU's rank holds; None on a CPU, where nobody asks."""
+    if not _is_on_gpu(vllm_config):
+        return None
+    start, end = vllm_config.model_config.get_layers_start_end_indices(vllm_config.parallel_config)
+    return model_parameters(checkpoint, sizes=sizes, layers=range(start, end))
+
+
+def _is_on_gpu(vllm_config: Any) -> bool:
+    return str(vllm_config.device_config.device_type) == "cuda"
 
 
 def _request(config: HotsplitConfig, *, stage: int, pp: int, budget_bytes: int) -> PlanRequest:
@@ -328,27 +326,6 @@ def _require_layers(prepared: Prepared) -> None:
         )
 
 
-def _require_room(prepared: Prepared, *, vllm_config: Any) -> None:
-    """Refuse what this machine cannot hold, with all of its ranks, before anything is allocated."""
-    config, parallel = prepared.config, vllm_config.parallel_config
-    num_ranks = parallel.local_world_size
-    hot = prepared.stage.needed_bytes(dynamic=config.dynamic)
-    demand = HostDemand(
-        items={
-            "hot rows": hot,
-            "dense weights": prepared.sizes.dense_bytes // num_ranks,
-            "KV cache": vllm_config.cache_config.kv_cache_memory_bytes or 0,
-            "reserve": config.vram_reserve_bytes // num_ranks,
-        }
-    )
-    require_host(demand, ranks=num_ranks)
-    cold = sum(
-        (len(rows.row_map) - rows.num_hot) * nbytes
-        for rows, nbytes in zip(prepared.rows, prepared.stage.row_bytes, strict=True)
-    )
-    _say(require_disk(config.bank_path, needed=cold, ranks=num_ranks))
-
-
 def _thrash(prepared: Prepared) -> list[Notice]:
     notice = thrash_notice(prepared.rebalance) if prepared.config.dynamic else None
     return [notice] if notice else []
@@ -364,23 +341,6 @@ def _unwritable(prepared: Prepared) -> list[Notice]:
     except OSError as error:
         text = f"HOTSPLIT_STATE_DIR {folder} cannot be written ({error.strerror}): nothing learned, and no metrics, will be kept"
         return [Notice(name="state-unwritable", text=text, strict=False)]
-
-
-def _idle(config: HotsplitConfig) -> list[Notice]:
-    """Settings that were given and have nothing to act on here: silence would look like obedience."""
-    idle = {
-        "numa_policy": (True, "the CPU twin's rows lie in plain memory and a mapped file"),
-        "kernel": (True, "vLLM's own kernels compute the experts"),
-        "dyn_max_swaps": (not config.dynamic, "nothing swaps in static mode"),
-        "dyn_margin": (not config.dynamic, "nothing swaps in static mode"),
-        "dyn_half_life": (not config.dynamic, "nothing swaps in static mode"),
-        "objective": (config.plan is not None, "a plan file is used as it is"),
-    }
-    return [
-        Notice(name="no-effect", text=f"{variable_name(name)} has no effect: {reason}", strict=False)
-        for name, (is_idle, reason) in idle.items()
-        if is_idle and config.origin(name) != "default"
-    ]
 
 
 def _say_settings(config: HotsplitConfig) -> None:

@@ -8,9 +8,11 @@ error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+import torch
 
 from hotsplit.errors import UnsupportedEngineError
 
@@ -31,8 +33,13 @@ REFUSED_CALLS = (
     "save_tensorized_model",
 )
 """Worker calls that would move or rewrite weights under hotsplit's rows, or save them in an order that is hotsplit's."""
+DEVICES: Final = ("cpu", "cuda")
+"""vLLM's device types that rows have a memory for."""
 MAX_ROWS = 992
 """Most rows of a layer. vLLM's kernels pad the number of experts and want fewer than 1,024."""
+
+SKIP_PADDING: Final = "VLLM_MOE_SKIP_PADDING"
+"""vLLM's switch: with 0 its second model runner does not keep the padding mask of a step up to date."""
 
 _STOCK = "unset the HOTSPLIT_ variables to run stock vLLM"
 
@@ -140,10 +147,16 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
-        what="a device other than the CPU",
-        why="the backend for GPU memory is not part of this release",
-        do="run vLLM's CPU build (docs/vllm.md)",
-        applies=lambda config: config.device_config.device_type != "cpu",
+        what="a device other than the CPU and NVIDIA's GPUs",
+        why="there is no backend for its memory",
+        do="run vLLM's CPU build, or on an NVIDIA GPU (docs/vllm.md)",
+        applies=lambda config: config.device_config.device_type not in DEVICES,
+    ),
+    Refusal(
+        what="an AMD GPU",
+        why="the memory of both kinds at one address is made with NVIDIA's driver, and was never tried on ROCm",
+        do=_STOCK,
+        applies=lambda config: config.device_config.device_type == "cuda" and torch.version.hip is not None,
     ),
 )
 """In the order in which they are checked."""
@@ -173,6 +186,24 @@ def require_arguments(engine_args: Any) -> None:
     _refuse(refusal for refusal in REFUSALS if refusal.asked(engine_args))
 
 
+def require_environment(environ: Mapping[str, str], *, device_type: str) -> None:
+    """Refuse a switch of vLLM's that is no part of its configuration.
+
+    Args:
+        environ: The process's environment.
+        device_type: vLLM's.
+
+    Raises:
+        UnsupportedEngineError: Padding cannot be told from tokens: what, why, and the way out.
+    """
+    if device_type == "cuda" and environ.get(SKIP_PADDING, "1").strip() == "0":
+        raise UnsupportedEngineError(
+            f"{SKIP_PADDING}=0",
+            got="a padding mask that vLLM leaves as it was when graphs were captured: every token would be padding",
+            do=f"leave {SKIP_PADDING} out",
+        )
+
+
 def require_rows(num_rows: int) -> None:
     """Refuse more rows than vLLM's kernels take.
 
@@ -189,6 +220,25 @@ def require_rows(num_rows: int) -> None:
             wanted=f"at most {MAX_ROWS}, which vLLM's kernels take",
             do=f"set HOTSPLIT_DYNAMIC=0 if the model has {MAX_ROWS} experts; else {_STOCK}",
         )
+
+
+def require_modular(modules: Sequence[Any]) -> None:
+    """Refuse kernels that turned out to route inside once post-processing had chosen them.
+
+    Args:
+        modules: vLLM's experts modules.
+
+    Raises:
+        UnsupportedEngineError: A monolithic one: it would never ask for rows.
+    """
+    for module in modules:
+        if getattr(module.quant_method, "is_monolithic", False):
+            raise UnsupportedEngineError(
+                f"{module.layer_name}: {type(module.quant_method).__name__}",
+                got="a monolithic kernel, which routes and computes in one",
+                wanted="a kernel that takes the router's choice",
+                do="choose another one with vLLM's --moe-backend (triton, cutlass or marlin, as the format allows)",
+            )
 
 
 def _refuse(refusals: Iterable[Refusal]) -> None:

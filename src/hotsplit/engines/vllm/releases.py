@@ -100,6 +100,7 @@ HOOKS: Final = (
     _hook(_WORKER, "WorkerWrapperBase.__getattr__", "function", "attr"),
     _hook(_WORKER, "WorkerWrapperBase.load_model", "absent"),
     _hook(_WORKER, "WorkerWrapperBase.compile_or_warm_up_model", "absent"),
+    _hook(_WORKER, "WorkerWrapperBase.determine_available_memory", "absent"),
     _hook(_WORKER, "WorkerBase.load_model", "function"),
     _hook(_WORKER, "WorkerBase.compile_or_warm_up_model", "function"),
     # Settings travel with the configuration; the padding mask with the forward.

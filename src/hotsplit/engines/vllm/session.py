@@ -27,11 +27,13 @@ from hotsplit.bank.range_rows import RangeRows
 from hotsplit.bank.record import Record, RunFacts
 from hotsplit.bank.route import Phase
 from hotsplit.bank.rows import LayerRows
-from hotsplit.engines.vllm import announce, planning, tuned
+from hotsplit.engines.vllm import announce, refusals, tuned
 from hotsplit.engines.vllm.backends import Backend, BackendOptions, open_backend
+from hotsplit.engines.vllm.memory_watch import MemoryWatch
 from hotsplit.engines.vllm.planning import Prepared
 from hotsplit.engines.vllm.selector import decoder_index, is_other_stack, match_layers, require_real
 from hotsplit.engines.vllm.selftest import Prover
+from hotsplit.engines.vllm.teller import Teller
 from hotsplit.engines.vllm.weights import Claim
 from hotsplit.errors import EngineError, UnsupportedEngineError
 from hotsplit.host.progress import LoadWatch
@@ -109,9 +111,12 @@ class Session:
         self._backend: Backend | None = None
         self._banks: RangeBanks | None = None
         self._record: Record | None = None
-        self._teller: _Teller | None = None
+        self._teller: Teller | None = None
         self._prover = Prover()
         self._watch: LoadWatch | None = None
+        self._thread = threading.get_ident()
+        self._watch_of_memory: MemoryWatch | None = None
+        self._has_warned = False
         self.is_closed = False
         """Whether the worker has shut down."""
 
@@ -153,7 +158,12 @@ class Session:
             return
         stage, config = self._prepared.stage, self._prepared.config
         device_type = self._prepared.place.device_type
-        options = BackendOptions(bank_dir=config.bank_path, numa_policy=config.numa_policy, huge_pages=HUGE_PAGES)
+        options = BackendOptions(
+            bank_dir=config.bank_path,
+            numa_policy=config.numa_policy,
+            cold_bytes=self._prepared.room.cold_bytes,
+            huge_pages=HUGE_PAGES,
+        )
         self._backend = open_backend(device_type, options=options)
         self._rows = self._prepared.rows
         self._memory = RangeRows(self._rows, memory=self._backend.memory)
@@ -221,7 +231,16 @@ class Session:
         Returns:
             Row ids, [T, K].
         """
-        return self.banks.route(self._claims[layer_name].layer_id, topk_ids, is_padding=_padding_mask())
+        is_padding = _padding_mask()
+        if is_padding is None and topk_ids.device.type != "cpu":
+            self._warn_of_padding()
+        return self.banks.route(self._claims[layer_name].layer_id, topk_ids, is_padding=is_padding)
+
+    def _warn_of_padding(self) -> None:
+        """Once: a GPU's steps are padded to the sizes of graphs."""
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("hotsplit: vLLM tells of no padding: tokens that nobody asked for count as traffic")
 
     @contextlib.contextmanager
     def step(self, scheduler_output: Any) -> Iterator[None]:
@@ -236,19 +255,29 @@ class Session:
         if self.is_stock or not scheduler_output.total_num_scheduled_tokens:
             yield
             return
+        self._enter_thread()
         self.banks.tick()
         with self.banks.step(phase_of(scheduler_output)):
             yield
 
-    def require_reserve(self) -> None:
-        """After warm-up, whether the reserve has been kept.
+    def _enter_thread(self) -> None:
+        """An engine in its user's process runs in whichever thread calls it; a driver wants to be told."""
+        if self._thread != threading.get_ident() and self._backend is not None:
+            self._backend.enter_thread()
+            self._thread = threading.get_ident()
 
-        Raises:
-            BudgetError: It has not; names the largest budget that fits.
-        """
-        if not self.is_stock:
-            num_ranks = self._prepared.place.num_local
-            planning.require_reserve(self._prepared.config, hot_bytes=self.banks.rows.hot_bytes, num_ranks=num_ranks)
+    @property
+    def memory_watch(self) -> MemoryWatch:
+        """Looks at what is left of fast memory while vLLM starts; at nothing where the model runs unchanged."""
+        if self._watch_of_memory is None:
+            prepared = None if self.is_stock else self._prepared
+            self._watch_of_memory = MemoryWatch(
+                None if prepared is None else prepared.config,
+                is_on_gpu=prepared is not None and prepared.place.device_type == "cuda",
+                num_ranks=1 if prepared is None else prepared.place.num_local,
+                hot_bytes=lambda: self.banks.rows.hot_bytes,
+            )
+        return self._watch_of_memory
 
     def close(self) -> None:
         """Save what was learned, stop the copies, give memory back; twice is harmless."""
@@ -274,6 +303,7 @@ class Session:
         match_layers(self._found, expected=stage.layers).require_all()
         self.layers.sort(key=lambda module: module.hotsplit_layer_id)
         require_real(dict(_tensors_of(self.layers)))
+        refusals.require_modular(self.layers)
         if self._memory is None or self._backend is None:
             raise EngineError("the rows of this worker", got="no memory")
         options = RangeBankOptions(
@@ -285,9 +315,12 @@ class Session:
             copies_ids=prepared.place.is_compiled,
         )
         prior = None if prepared.choice.prior is None else stage.rows_of(prepared.choice.prior)
-        self._banks = RangeBanks(
-            self._memory, layers=self._rows, prior=prior, options=options, device=self._backend.device
-        )
+        # Engines load in inference mode: counters made there could not be written to between two steps.
+        with torch.inference_mode(mode=False):
+            self._banks = RangeBanks(
+                self._memory, layers=self._rows, prior=prior, options=options, device=self._backend.device
+            )
+            self._backend.warm_up(self._banks.router, prepared.top_k)
         row_bytes = [self._memory.row_bytes(layer_id) for layer_id in range(len(stage.layers))]
         sizes, notices = prepared.with_real_rows(row_bytes, hot_bytes=self._memory.hot_bytes)
         facts = RunFacts(
@@ -306,8 +339,9 @@ class Session:
         self._record = Record(self._banks.router, live=self._banks.live, facts=facts)
         counts = {rows.num_rows: rows.num_rows - (rows.spare_row is not None) for rows in self._rows}
         notices += tuned.use_stock_counts(counts)
+        tuned.mark_cold_weights(self.layers, memory=self._memory)
         announce.loaded(prepared, memory=self._memory, facts=facts, notices=notices, left_alone=self.left_alone)
-        self._teller = _Teller(self._record, banks=self._banks)
+        self._teller = Teller(self._record, banks=self._banks, every_s=TELL_EVERY_S)
         atexit.register(self.close)
 
     def _give_back(self) -> None:
@@ -315,8 +349,10 @@ class Session:
             for parameter in vars(module).get("_parameters", {}).values():  # none where it broke off too early
                 if parameter is not None:
                     # Whoever still looks at the model sees empty tensors, not memory that is gone.
-                    parameter.data = torch.empty(0, dtype=parameter.dtype)
+                    parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         self.layers.clear()
+        if self._backend is not None and not self._has_settled(self._backend):
+            return
         if self._banks is not None:
             self._banks.close()
         elif self._memory is not None:
@@ -324,46 +360,15 @@ class Session:
         if self._backend is not None:
             self._backend.close()
 
-
-class _Teller:
-    """Keeps the snapshot file and the learned counts up to date, off the thread that launches the steps.
-
-    Args:
-        record: What it writes.
-        banks: Whose lock it takes.
-    """
-
-    def __init__(self, record: Record, *, banks: RangeBanks) -> None:
-        self._record, self._banks = record, banks
-        self._told_steps, self._saved_steps = -1, 0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hotsplit-teller", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop, and save once more."""
-        self._ended.set()
-        self._thread.join()
-        self._banks.router.settle()
-        self._record.save(self._banks.lock)
-
-    def _run(self) -> None:
-        self._tell()
-        while not self._ended.wait(TELL_EVERY_S):
-            steps = self._banks.router.counters.steps
-            # A server that has fallen idle saves at once: who knows whether it will be given time to at its end.
-            is_idle = steps == self._told_steps
-            if steps != self._saved_steps and (is_idle or self._record.is_save_due):
-                self._record.save(self._banks.lock)
-                self._saved_steps = steps
-            elif not is_idle:
-                self._tell()
-
-    def _tell(self) -> None:
-        with self._banks.lock:
-            snapshot = self._record.snapshot()
-        self._told_steps = snapshot.steps
-        self._record.write(snapshot)
+    @staticmethod
+    def _has_settled(backend: Backend) -> bool:
+        """Whether nothing that runs needs the rows any more; a device that has failed says nothing, and keeps them."""
+        try:
+            backend.settle()
+        except RuntimeError as error:
+            logger.warning("hotsplit: memory of the rows goes with the process: %s", error)
+            return False
+        return True
 
 
 def phase_of(scheduler_output: Any) -> Phase:

@@ -20,14 +20,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Final
 
+from hotsplit.bank.range_rows import RangeRows
 from hotsplit.notices import Notice
 
 _TABLE: Final = "_hotsplit_stock_counts"
 """Global of vLLM's module: rows -> experts. Its presence says that the functions there are wrapped."""
+_HOST_RESIDENT: Final = "_vllm_is_uva_offloaded"
+"""vLLM's mark of a parameter that lies in host memory; 0.33 chooses its small-batch path by it."""
 _LOOKUPS: Final = {
     "get_config_file_name": "E",
     "get_default_config": "E",
@@ -86,6 +89,25 @@ def redirect(module: ModuleType, *, rows_to_experts: Mapping[int, int]) -> list[
         for rows, experts in rows_to_experts.items()
         if experts != table[rows]
     ]
+
+
+def mark_cold_weights(modules: Sequence[Any], *, memory: RangeRows) -> None:
+    """Let kernels know of weights that a GPU reads from the host in part: read an expert once, not once for each token.
+
+    vLLM's mark for weights that its own offloader has moved. For a few tokens its Triton kernel would read an expert
+    anew for every token that chose it, and over a link that is what time goes to. The mark does not follow single rows,
+    so that no placement and no swap changes which path runs.
+
+    Args:
+        modules: vLLM's experts modules, loaded.
+        memory: Their rows.
+    """
+    if not memory.memory.copies_rows_alone or not memory.host_bytes:
+        return
+    for module in modules:
+        for parameter in module.parameters(recurse=False):
+            if memory.owns(parameter.data):
+                setattr(parameter, _HOST_RESIDENT, True)
 
 
 def _parameters(function: Any) -> list[str]:

@@ -1,6 +1,7 @@
 """One layer's weights: born in ranges, loaded into planned rows, post-processed, put back, and proven to be movable.
 
     create_weights -> views of ranges -> loader writes planned rows -> post-processing -> back, row by row -> registered
+                      or of a stage,                                                   -> into two banks, where there are
 
 Shapes: E experts, R rows.
 """
@@ -9,22 +10,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from hotsplit.bank.range_rows import RangeRows
 from hotsplit.bank.rows import LayerRows
+from hotsplit.engines.vllm.into_ranges import IntoRanges
 from hotsplit.engines.vllm.selftest import Prover
+from hotsplit.engines.vllm.two_calls import require_expert_map, split_banks, staged
 from hotsplit.errors import EngineError, UnsupportedEngineError
 from hotsplit.host.progress import LoadWatch
 
 logger = logging.getLogger(__name__)
 
-_MAKERS = frozenset({torch.empty, torch.zeros, torch.ones, torch.full})
 _STOCK_CLASS = "RoutedExperts"
 """The class of vLLM whose weight_loader asks for the row of every expert."""
 _WHOLE_TENSOR_FORMATS = frozenset({"gpt_oss_mxfp4"})
@@ -82,6 +83,11 @@ class LayerWeights:
         self._in_order = False
 
     @property
+    def is_apart(self) -> bool:
+        """Whether rows come to lie in two banks, so that a tensor of all rows exists only while it is loaded."""
+        return self._claim.memory.memory.num_banks == 2
+
+    @property
     def is_in_order(self) -> bool:
         """Whether the loader writes experts in their own order, because it does not ask for rows."""
         return self._in_order
@@ -96,7 +102,7 @@ class LayerWeights:
 
         def create_weights(*args: Any, **kwargs: Any) -> None:
             self._in_order = _loads_whole_tensors(self._module)
-            with _IntoRanges(self):
+            with IntoRanges(self.new_tensor, is_zero=self.is_apart):
                 create(*args, **kwargs)
             if self._in_order:
                 self._require_whole_copies()
@@ -143,7 +149,10 @@ class LayerWeights:
         claim = self._claim
         if len(shape) < 2 or shape[0] != claim.num_rows or not self._is_split(math.prod(shape[1:]) * dtype.itemsize):
             return None
-        tensor = claim.memory.allocate(claim.layer_id, shape=shape, dtype=dtype)
+        if self.is_apart:
+            tensor = staged(shape, dtype=dtype)
+        else:
+            tensor = claim.memory.allocate(claim.layer_id, shape=shape, dtype=dtype)
         self._ranges.append(tensor)
         return tensor
 
@@ -155,6 +164,14 @@ class LayerWeights:
     def _finish(self, layer: Any, process: Callable[[Any], None]) -> None:
         """Everything after the last weight of the layer has been read."""
         self._require_loaded()
+        if self.is_apart:
+            self._finish_apart(layer, process)
+        else:
+            self._finish_in_place(layer, process)
+        self._claim.watch.layer_done()
+
+    def _finish_in_place(self, layer: Any, process: Callable[[Any], None]) -> None:
+        """Ranges hold the rows already: post-process, and put back what came of it."""
         claim = self._claim
         memory, rows = claim.memory, claim.rows
         if self._in_order:
@@ -174,7 +191,45 @@ class LayerWeights:
         self._put_back()
         memory.register(claim.layer_id, list(self._moving()))
         claim.prover.prove(self._module, memory=memory, layer_id=claim.layer_id, rows=rows)
-        claim.watch.layer_done()
+
+    def _finish_apart(self, layer: Any, process: Callable[[Any], None]) -> None:
+        """Post-process plain tensors of this layer on the device, then put their rows into the banks."""
+        claim, module = self._claim, self._module
+        memory, rows = claim.memory, claim.rows
+        self._leave_stage()
+        if self._in_order:
+            claim.watch.advance(claim.row_bytes * claim.num_experts)
+        process(layer)
+        # Methods that make their configuration at the first step would make it of tensors that are gone by then.
+        getattr(module, "_ensure_moe_quant_config_init", _nothing)()
+        if 0 < rows.first_cold < rows.num_rows:  # else all rows are in one bank, and one call does
+            require_expert_map(module)
+            claim.prover.prove_two_calls(module, rows=rows)
+        calls = split_banks(
+            module,
+            memory=memory,
+            layer_id=claim.layer_id,
+            rows=rows,
+            moving=list(self._moving()),
+            is_split=self._is_split,
+        )
+        object.__setattr__(module, "hotsplit_calls", calls)
+        claim.prover.prove(module, memory=memory, layer_id=claim.layer_id, rows=rows)
+
+    def _leave_stage(self) -> None:
+        """Plain tensors on the device, every expert in its row; the stage's pages go with the last look at them."""
+        rows = self._claim.rows
+        if self._in_order:
+            self._show_all_rows()
+        self._ranges.clear()
+        for parameter in self._module.parameters(recurse=False):
+            if not parameter.ndim or parameter.shape[0] != rows.num_rows:
+                continue
+            parameter.data = parameter.data.to(self._claim.memory.memory.device_type)
+            if self._in_order:
+                parameter.data = _in_rows(parameter.data, targets=[*rows.row_map, *rows.fixed_rows])
+            if rows.spare_row is not None:
+                parameter.data[rows.spare_row].copy_(parameter.data[rows.row_map[0]])
 
     def _require_loaded(self) -> None:
         claim = self._claim
@@ -215,7 +270,7 @@ class LayerWeights:
 
     def _require_whole_copies(self) -> None:
         claim = self._claim
-        if claim.memory.memory.copies_rows_alone:
+        if claim.memory.memory.copies_rows_alone and not self.is_apart:
             raise UnsupportedEngineError(
                 f"{claim.name}: {type(self._module).__name__}",
                 got="a loader that copies all experts of a tensor at once",
@@ -280,51 +335,16 @@ class LayerWeights:
         yield from (tensor for tensor in _tensors_in(config) if tensor.ndim and tensor.shape[0] == num_rows)
 
 
-class _IntoRanges(TorchFunctionMode):
-    """Answers create_weights' own torch.empty([R, ...]) with a view of a range.
-
-    So the parameter's class, loader and attributes are vLLM's, and no full-size allocation ever happens.
-    """
-
-    def __init__(self, weights: LayerWeights) -> None:
-        super().__init__()
-        self._weights = weights
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        asked = _asked_for(func, args, kwargs) if func in _MAKERS else None
-        tensor = self._weights.new_tensor(asked[0], dtype=asked[1]) if asked else None
-        return func(*args, **kwargs) if tensor is None else _filled(tensor, func=func, args=args, kwargs=kwargs)
+def _in_rows(tensor: torch.Tensor, *, targets: Sequence[int]) -> torch.Tensor:
+    """The same rows, each where it belongs; those that nothing belongs into are anything."""
+    moved = torch.empty_like(tensor)
+    for source, target in enumerate(targets):
+        moved[target].copy_(tensor[source])
+    return moved
 
 
-def _asked_for(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[int, ...], torch.dtype] | None:
-    """Shape and dtype of a tensor that is made in memory; None for one that holds nothing (meta)."""
-    sizes = kwargs.get("size", args[0] if args and isinstance(args[0], tuple | list) else args)
-    is_shape = isinstance(sizes, tuple | list) and all(isinstance(size, int) for size in sizes)
-    if not is_shape or torch.device(kwargs.get("device") or torch.get_default_device()).type == "meta":
-        return None
-    dtype = kwargs.get("dtype")
-    if dtype is None:
-        dtype = torch.full((), _fill_value(args, kwargs)).dtype if func is torch.full else torch.get_default_dtype()
-    return tuple(sizes), dtype
-
-
-def _fill_value(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return kwargs["fill_value"] if "fill_value" in kwargs else args[1]
-
-
-def _filled(tensor: torch.Tensor, *, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """The range with what the maker would have written, row by row."""
-    values = {torch.zeros: 0, torch.ones: 1}
-    value = _fill_value(args, kwargs) if func is torch.full else values.get(func)
-    if value is not None:
-        for row in tensor:
-            row.fill_(value)
-    return tensor
+def _nothing() -> None:
+    """Where vLLM has nothing to make."""
 
 
 def _loads_whole_tensors(module: Any) -> bool:

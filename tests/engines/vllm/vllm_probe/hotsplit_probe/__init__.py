@@ -7,6 +7,7 @@ nothing. The product has no switch for any of this.
     VLLM_PROBE_EVERY       recompute every so many MoE calls from an unpermuted copy; 0, the default, never
     VLLM_PROBE_HUGE_PAGES  0: hot rows without huge pages, which make a hotsplit run faster than stock
     VLLM_PROBE_SAVE_S      save what was learned every so many seconds, not every few minutes
+    VLLM_PROBE_GPU         a GPU's backend over stand-ins (gpu.py): "whole", or "deaf" for one that loses what is published
 
 While it runs, `collective_rpc("hotsplit_probe", args=(command,))` reaches it in every worker (commands: commands.py).
 """
@@ -37,6 +38,10 @@ def register() -> None:
             _without_huge_pages()
         if "VLLM_PROBE_SAVE_S" in environ:
             _save_often(float(environ["VLLM_PROBE_SAVE_S"]))
+        if "VLLM_PROBE_GPU" in environ:
+            from hotsplit_probe.gpu import install
+
+            install(writes_maps=environ["VLLM_PROBE_GPU"] == "whole")
         _before(WorkerWrapperBase, "init_device", lambda *_: watch.memory.start())
         _before(WorkerWrapperBase, "initialize_from_config", lambda *_: watch.memory.stop())
         _before(WorkerWrapperBase, "execute_model", lambda _, step: watch.begin_step(step))

@@ -23,4 +23,29 @@ def live(rows=ROWS, **more):
     return {"live": {"decode": rows}, "meta": {"top_k": 2, "model_type": "toy"}} | more
 
 
+def counts(rows=ROWS):
+    return {layer: {"counts": row, "total": sum(row)} for layer, row in rows.items()}
+
+
+def layers(rows=ROWS):
+    return {"layers": rows}
+
+
+def pairs(rows=ROWS):
+    return {f"{layer},{expert}": n for layer, row in rows.items() for expert, n in enumerate(row)}
+
+
+def sets(rows=ROWS):
+    """Its layers are 0..L-1 whatever the keys are."""
+    return {"meta": {"top_k": 2, "model_type": "toy"}, "counts": {"english": {"decode": list(rows.values())}}}
+
+
+def csv(rows=ROWS, *, header="layer,expert,count\n"):
+    lines = [f"{layer},{expert},{n}\n" for layer, row in rows.items() for expert, n in enumerate(row)]
+    return header + "".join(lines)
+
+
 FORMS = {"ours": ours, "flat": flat, "train": train, "live": live}
+"""Forms that say layer numbers and phase."""
+PHASELESS = {"counts": counts, "layers": layers, "pairs": pairs}
+"""Forms that say layer numbers, and no phase."""

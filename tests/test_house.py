@@ -48,7 +48,7 @@ def test_importing_hotsplit_loads_nothing_heavy():
     assert ["hotsplit.version"] == [name for name in loaded if name.startswith("hotsplit.")]
 
 
-@pytest.mark.parametrize("package", ["plan", "config", "errors", "metrics", "notices", "files", "data"])
+@pytest.mark.parametrize("package", ["plan", "report", "config", "errors", "metrics", "notices", "files", "data"])
 def test_planner_and_leaf_modules_load_no_torch(package):
     modules = modules_of(package)
     loaded = modules_after("\n".join(f"import {name}" for name in modules))

@@ -22,6 +22,7 @@ NAMES = [
     "hotsplit_steps_total",
     "hotsplit_swaps_total{result}",
     "hotsplit_swap_bytes_total",
+    "hotsplit_shifts_total",
     "hotsplit_update_failures_total",
     "hotsplit_hot_bytes",
     "hotsplit_host_bytes",
@@ -69,6 +70,7 @@ SNAPSHOT = MetricsSnapshot(
     swaps_failed=1,
     swap_bytes=70,
     update_failures=1,
+    shifts=3,
     hot_bytes=1000,
     host_bytes=9000,
     budget_bytes=1100,
@@ -147,6 +149,7 @@ def test_the_exported_numbers_are_those_of_the_snapshot():
         ("hotsplit_swaps_total", "refused"): 2,
         ("hotsplit_swaps_total", "failed"): 1,
         ("hotsplit_swap_bytes_total",): 70,
+        ("hotsplit_shifts_total",): 3,
         ("hotsplit_update_failures_total",): 1,
         ("hotsplit_hot_bytes",): 1000,
         ("hotsplit_host_bytes",): 9000,
@@ -301,3 +304,11 @@ def test_an_update_line_reads_back_with_the_digits_that_were_written(line):
     assert str(line) == str(again)
     assert (line.update, line.swaps, line.rank) == (again.update, again.swaps, again.rank)
     assert line.hit is again.hit or abs(line.hit - again.hit) <= 0.0005 + 1e-12
+
+
+def test_a_shift_is_written_behind_the_rank_and_nothing_where_there_was_none():
+    assert LINE == str(UPDATE)
+    shifted = f"{LINE} shifts=2"
+    assert shifted == str(replace(UPDATE, shifts=2))
+    assert (2, shifted) == (UpdateLine.parse(f"INFO {shifted}").shifts, str(UpdateLine.parse(shifted)))
+    assert 0 == UpdateLine.parse(LINE).shifts

@@ -40,7 +40,6 @@ from typing import Any, Final, Literal
 from hotsplit.errors import ConfigError
 
 PREFIX: Final = "HOTSPLIT_"
-
 Origin = Literal["default", "environment", "option"]
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
@@ -174,8 +173,9 @@ class HotsplitConfig:
     """Whether warnings about inputs are errors."""
     dyn_half_life: float = _setting(_number(0, inclusive=False), default=10.0)
     """Updates after which a count weighs half."""
-    dyn_schedule: str = _setting(_choice("fixed", not_built=("adaptive",)), default="fixed")
-    """Whether updates come at fixed distances or as the traffic's change asks for."""
+    dyn_schedule: str = _setting(_choice("fixed", "adaptive"), default="fixed")
+    """fixed: at every update, if wanted dyn_margin times as much. adaptive: looks every ten steps, quick after a start or a
+    shift of the traffic, slow else, within a bound on bytes moved (docs/policy.md); dyn_margin has no part in it."""
     kernel: str = _setting(_choice("exact", not_built=("fast",)), default="exact")
     """How the transformers engine computes experts on a CPU: bit-identical to its own eager code, or fast within a
     tolerance. Refused on a GPU, where neither can be promised."""

@@ -58,6 +58,7 @@ METRICS: Final[Mapping[str, Metric]] = {
         _counter("steps", "steps", "Engine steps."),
         _counter("swaps", "swaps", "Swaps by result; refused ones found their layer busy.", labels=("result",)),
         _counter("swap_bytes", "bytes", "Bytes copied by swaps."),
+        _counter("shifts", "shifts", "Shifts of the traffic that the adaptive schedule has acted upon."),
         _counter("update_failures", "updates", "Updates that failed; the third in a row stops the engine."),
         _gauge("hot_bytes", "bytes", "Bytes that hotsplit holds in fast memory."),
         _gauge("host_bytes", "bytes", "Bytes of cold rows in slow memory."),
@@ -126,6 +127,8 @@ class MetricsSnapshot:
     """Bytes copied by swaps."""
     update_failures: int
     """Updates that failed."""
+    shifts: int = 0
+    """Shifts of the traffic that the adaptive schedule has acted upon."""
     hot_bytes: int
     """Bytes held in fast memory."""
     host_bytes: int
@@ -216,6 +219,7 @@ class MetricsSnapshot:
         yield "swaps_total", {"result": "refused"}, self.swaps_refused
         yield "swaps_total", {"result": "failed"}, self.swaps_failed
         yield "swap_bytes_total", {}, self.swap_bytes
+        yield "shifts_total", {}, self.shifts
         yield "update_failures_total", {}, self.update_failures
         for metric in METRICS.values():
             name = metric.name.removeprefix("hotsplit_")
@@ -296,9 +300,12 @@ class UpdateLine:
     """Milliseconds that the update took."""
     rank: int
     """The worker's rank."""
+    shifts: int = 0
+    """Shifts of the traffic that the adaptive schedule has acted upon since the last line; written where there are any."""
 
     def __str__(self) -> str:
-        parts = (f"{part.name}={_number_text(part.name, getattr(self, part.name))}" for part in fields(self))
+        told = [part.name for part in fields(self) if part.name != "shifts" or self.shifts]
+        parts = (f"{name}={_number_text(name, getattr(self, name))}" for name in told)
         return f"hotsplit {' '.join(parts)}"
 
     @classmethod
@@ -312,7 +319,9 @@ class UpdateLine:
         if not found:
             raise HotsplitError("update line", got=repr(line), wanted="hotsplit update=... step=... to rank=...")
         values: dict[str, Any] = {
-            part.name: _parsed(found[part.name], kind=int if part.type == "int" else float) for part in fields(cls)
+            part.name: _parsed(found[part.name], kind=int if part.type == "int" else float)
+            for part in fields(cls)
+            if found[part.name] is not None
         }
         return cls(**values)
 
@@ -321,8 +330,12 @@ _DIGITS: Final = {"hit": 3, "byte_hit": 3, "oracle": 3, "drift": 2, "moved_mib":
 _NUMBER: Final = {"int": r"-?\d+", "float": r"-?\d+\.\d+", "float | None": r"none|-?\d+\.\d+"}
 _UPDATE_LINE: Final = re.compile(
     r"\bhotsplit "
-    + " ".join(f"{part.name}=(?P<{part.name}>{_NUMBER[str(part.type)]})" for part in fields(UpdateLine))
-    + r"(?!\S)",
+    + " ".join(
+        f"{part.name}=(?P<{part.name}>{_NUMBER[str(part.type)]})"
+        for part in fields(UpdateLine)
+        if part.name != "shifts"
+    )
+    + r"(?: shifts=(?P<shifts>\d+))?(?!\S)",
     re.ASCII,
 )
 

@@ -151,3 +151,54 @@ def test_the_maps_on_the_device_are_not_the_hosts_to_change():
     router.publish(0, expert=3, row=2)
     assert 2 == router.row_map[0, 3]
     assert [[4]] == router.serve(0, torch.tensor([[3]]), is_padding=None).tolist(), "the swap backend has not written"
+
+
+class OnGpu(torch.Tensor):
+    """Counters that say they lie on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def gpu_calls(monkeypatch):
+    """What is asked of the current stream; "capturing" in it while a graph is captured."""
+    calls = []
+
+    class Stream:
+        def record_event(self, event=None):
+            calls.append("record")
+            return event or "the end of a step"
+
+        def wait_event(self, event):
+            calls.append(f"wait for {event}")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: "capturing" in calls)
+    return calls
+
+
+def on_gpu():
+    router = on_device(layers())
+    router._pairs = router._pairs.as_subclass(OnGpu)
+    return router
+
+
+def test_settling_from_any_thread_waits_for_the_stream_of_the_steps(gpu_calls):
+    router = on_gpu()
+    router.begin_step(1, phase="decode")
+    router.abandon_step()
+    router.settle()
+    assert ["record", "wait for the end of a step"] == gpu_calls
+
+
+def test_nothing_is_read_while_a_graph_is_captured(gpu_calls):
+    router = on_gpu()
+    gpu_calls.append("capturing")
+    router.begin_step(1, phase="decode")
+    router.serve(0, torch.tensor([[0, 3]]), is_padding=None)
+    router.end_step()
+    router.flush()
+    assert (0, ["capturing"]) == (router.counters.steps, gpu_calls)
+    gpu_calls.clear()
+    router.flush()
+    assert (1, 1) == (router.counters.steps, router.counters.tokens["decode"])

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from hotsplit.bank.live import Live, window_between
+from hotsplit.bank.live import Live
 from hotsplit.bank.route import Router
 from hotsplit.bank.rows import place
 from hotsplit.bank.swap import TickResult
 from hotsplit.errors import BankError, SwapError
 from hotsplit.metrics import UpdateLine
+from hotsplit.plan.counters import window_between
 from hotsplit.plan.rebalance import RebalanceOptions, Rebalancer, Swap
+from hotsplit.plan.steering import make_policy
 
 E, ROW_BYTES = 4, (100, 1000)
 
@@ -345,3 +347,48 @@ def test_a_rebalance_that_fails_is_logged_and_counted_and_the_third_in_a_row_sto
     assert any("update 1 failed: layer 0 has no spare row" in message for message in caplog.messages)
     with pytest.raises(BankError, match="3 updates in a row failed: got layer 0 has no spare row"):
         live.tick()
+
+
+def adaptive_live(*, shares):
+    """A live loop with the adaptive schedule: lines every 30 steps, looks every ten."""
+    live, router = live_of(dyn_steps=30, shares=shares)
+    swapper = Swapper()
+    policy = make_policy(
+        hot=router.hot_mask(),
+        prior=shares,
+        top_k=1,
+        options=RebalanceOptions(schedule="adaptive"),
+        row_bytes=ROW_BYTES,
+    )
+    live.adapt(swapper, rebalancer=policy)
+    return live, router, swapper
+
+
+def test_the_adaptive_schedule_looks_between_updates_and_lines_stay_as_far_apart(caplog):
+    live, router, swapper = adaptive_live(shares=None)
+    for _ in range(11):
+        step(live, router, [[3]], [[0]])
+    assert {(0, 3), (1, 0)} == {(swap.layer_id, swap.expert_in) for swap in swapper.asked}
+    assert [] == lines(caplog)
+    for _ in range(20):
+        step(live, router, [[3]], [[0]])
+    assert [(1, 30)] == [(line.update, line.step) for line in lines(caplog)]
+
+
+def test_a_shift_of_the_traffic_is_logged_counted_and_told_in_the_next_line_alone(caplog):
+    expected = np.array([[0.45, 0.45, 0.05, 0.05], [0.05, 0.05, 0.45, 0.45]])
+    live, router, _ = adaptive_live(shares=expected)
+    for _ in range(91):
+        step(live, router, [[3]], [[0]])
+    assert 1 == live.num_shifts
+    # The recent memory says something after 40 steps, its half-life.
+    assert ["the traffic has shifted at step 40: settling"] == [text for text in caplog.messages if "shifted" in text]
+    assert [0, 1, 0] == [line.shifts for line in lines(caplog)]
+
+
+def test_a_busy_layer_of_the_adaptive_schedule_is_asked_for_nothing_and_nothing_is_refused():
+    live, router, swapper = adaptive_live(shares=None)
+    swapper.busy_layers = frozenset({0})
+    for _ in range(11):
+        step(live, router, [[3]], [[0]])
+    assert ([1], 0) == ([swap.layer_id for swap in swapper.asked], live.swaps.refused)

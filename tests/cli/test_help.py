@@ -8,7 +8,22 @@ from click.testing import CliRunner
 
 from hotsplit.cli.main import group
 
-COMMANDS = ["demo", "plan", "profile", "rerank", "run", "serve", "show"]
+COMMANDS = [
+    "convert",
+    "demo",
+    "evaluate",
+    "fit",
+    "forecast",
+    "merge",
+    "plan",
+    "profile",
+    "report",
+    "rerank",
+    "run",
+    "serve",
+    "simulate",
+    "show",
+]
 
 
 def help_of(*arguments):

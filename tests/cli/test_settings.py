@@ -53,7 +53,7 @@ def test_a_bad_value_in_the_environment_is_refused_by_every_command_with_setting
     assert f"hotsplit: {name}: got '{value}'; wanted {allowed}" in line
 
 
-@pytest.mark.parametrize(("name", "value"), [("HOTSPLIT_KERNEL", "fast"), ("HOTSPLIT_DYN_SCHEDULE", "adaptive")])
+@pytest.mark.parametrize(("name", "value"), [("HOTSPLIT_KERNEL", "fast")])
 def test_what_is_not_built_yet_is_refused_as_that(cli, name, value):
     assert f"{value} is not built yet" in cli("plan", "model", env={name: value}).refusal(2)
 

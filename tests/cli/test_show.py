@@ -168,6 +168,23 @@ def test_a_set_of_a_file_is_shown(cli, tmp_path):
     assert "none chosen" in cli("show", path).refusal()
 
 
+@pytest.mark.parametrize("form", ["csv", "npz"])
+def test_a_histogram_that_is_no_json_is_shown_as_the_one_it_was_made_from(cli, counts, tmp_path, form):
+    file = tmp_path / f"counts.{form}"
+    done = cli("convert", counts, "--to", form, "--phase", "decode", "-o", file)
+    assert 0 == done.code, done.err
+    wanted = json.loads(cli("show", counts, "--json").out)["phases"]["decode"]
+    found = json.loads(cli("show", file, "--json").out)
+    assert "histogram" == found["kind"]
+    assert wanted["pairs"] == found["phases"]["decode"]["pairs"]
+
+
+def test_counts_without_layer_numbers_are_refused_and_not_guessed_at(cli, counts, tmp_path):
+    file = tmp_path / "counts.pt"
+    assert 0 == cli("convert", counts, "--to", "pt", "--phase", "decode", "-o", file).code
+    assert "layer" in cli("show", file).refusal()
+
+
 def test_markup_and_emoji_codes_in_a_file_name_are_printed_as_they_are(cli, counts, tmp_path):
     path = tmp_path / "[bold]a[] :cat:.json"
     path.write_bytes(counts.read_bytes())

@@ -284,5 +284,5 @@ def test_the_rebalancers_hot_set_is_the_row_maps(checkpoint, load):
     generate(model, 40)
     banks = model.hotsplit.banks
     assert model.hotsplit.snapshot().swaps_done > 0
-    assert banks.router.hot_mask().tolist() == banks.live._rebalancer.hot().tolist()
+    assert banks.router.hot_mask().tolist() == banks.live._steering.policy.hot().tolist()
     assert [3, 3] == banks.router.hot_mask().sum(axis=1).tolist()

@@ -207,3 +207,10 @@ def test_a_load_that_fails_while_rows_are_built_gives_everything_back(checkpoint
     with pytest.raises(HotsplitError, match="stopped"):
         load(checkpoint("qwen3_moe"), on_progress=stop)
     assert [] == side_threads()
+
+
+def test_the_adaptive_schedule_says_that_it_has_no_margin_and_warns_of_no_thrash(checkpoint, load, caplog):
+    model = load(checkpoint("qwen3_moe"), dyn_schedule="adaptive", dyn_margin=1.5, dyn_half_life=0.5)
+    told = [text for text in caplog.messages if "no effect" in text]
+    assert ["HOTSPLIT_DYN_MARGIN has no effect: the adaptive schedule has no margin [no-effect]"] == told
+    assert [] == [notice for notice in model.hotsplit.notices if notice.name == "may-thrash"]

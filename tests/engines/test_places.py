@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -17,7 +19,9 @@ pytestmark = pytest.mark.transformers
 def gpus(monkeypatch):
     """gpus(2) -> torch sees so many."""
 
-    def see(number):
+    def see(number, *, integrated=()):
+        properties = [SimpleNamespace(is_integrated=index in integrated) for index in range(number)]
+        monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: number > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -89,3 +93,19 @@ def test_free_memory_is_asked_for_when_it_is_needed(gpus, monkeypatch):
     assert [] == asked
     place.memory()
     assert [torch.device("cuda", 0)] == asked
+
+
+def test_without_a_word_it_is_no_gpu_whose_memory_is_the_hosts_which_is_said(gpus, caplog):
+    caplog.set_level("INFO", logger=places.__name__)
+    gpus(2, integrated={0})
+    assert torch.device("cuda", 1) == place_of(None).device
+    assert ["cuda:0 is passed over: it is integrated, and its memory is the host's"] == caplog.messages
+    gpus(1, integrated={0})
+    assert None is place_of(None)
+
+
+@pytest.mark.parametrize("device", ["cuda:256", "cuda:257", "cuda:128", torch.device("cuda", 128)], ids=repr)
+def test_a_number_that_torch_keeps_eight_bits_of_is_no_other_gpu(gpus, device):
+    gpus(2)
+    with pytest.raises(ConfigError, match=f"device {device}: got 2 CUDA devices"):
+        place_of(device)

@@ -226,7 +226,7 @@ def test_the_least_budget_that_is_named_is_enough(checkpoint, load):
         ({"dyn_margin": 0.9}, "dyn_margin"),
         ({"dyn_step": 5}, "did you mean dyn_steps"),
         ({"kernel": "fast"}, "fast is not built yet"),
-        ({"dyn_schedule": "adaptive"}, "adaptive is not built yet"),
+        ({"dyn_schedule": "sometimes"}, "wanted fixed or adaptive"),
     ],
 )
 def test_a_bad_setting_is_refused_before_the_model_is_looked_at(tmp_path, settings, match):

@@ -31,7 +31,8 @@ from hotsplit.bank.route import Phase, Router, StepRouter, StepRouting
 from hotsplit.bank.source import ExpertSource
 from hotsplit.bank.swap import Swapper
 from hotsplit.errors import BankError, ConfigError, EngineError
-from hotsplit.plan.rebalance import RebalanceOptions, Rebalancer
+from hotsplit.plan.rebalance import RebalanceOptions
+from hotsplit.plan.steering import make_policy
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,10 @@ class EngineBanks(Protocol):
     @property
     def live(self) -> Live:
         """The loop that corrects the plan."""
+
+    @property
+    def lock(self) -> contextlib.AbstractContextManager[object]:
+        """Held while counters or row maps change: readers of other threads take it."""
 
     @property
     def hot_bytes(self) -> int:
@@ -171,8 +176,12 @@ class Banks:
         self._swaps: CpuSwapBackend | None = None
         if options.dynamic:
             self._swaps = CpuSwapBackend(self.rows, router=self.router, files=source.files)
-            rebalancer = Rebalancer(
-                hot=self.router.hot_mask(), prior=prior, top_k=options.top_k, options=options.rebalance
+            rebalancer = make_policy(
+                hot=self.router.hot_mask(),
+                prior=prior,
+                top_k=options.top_k,
+                options=options.rebalance,
+                row_bytes=row_bytes,
             )
             self.live.adapt(Swapper(self._swaps, layouts=layers), rebalancer=rebalancer)
 
@@ -182,6 +191,8 @@ class Banks:
     """Of the backend, for metrics."""
     host_bytes = None
     """Cold rows stay in the checkpoint's files."""
+    lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    """None: whoever looks at the counters counts the last step first."""
 
     @property
     def hot_bytes(self) -> int:

@@ -73,6 +73,8 @@ class GpuParts:
     """How memory is tried out."""
     synchronise: Callable[[], None]
     """Waits until the device has done all that was enqueued."""
+    give_back: Callable[[], None] | None = None
+    """Lets torch give back what it caches; None where nothing does."""
     is_integrated: bool = False
     """Whether its memory is the host's: there are no two memories then."""
 
@@ -120,6 +122,7 @@ def gpu_parts(index: int | None = None) -> GpuParts:
         kernels=route_triton,
         probe=Probe(read_rate=summing_rate),
         synchronise=lambda: torch.cuda.synchronize(number),
+        give_back=torch.cuda.empty_cache,
         is_integrated=bool(torch.cuda.get_device_properties(number).is_integrated),
     )
 
@@ -180,5 +183,7 @@ def _memory(parts: GpuParts, *, choice: BackingChoice, placement: Placement) -> 
     tensor_at, synchronise = parts.probe.tensor_at, parts.synchronise
     if choice.location is None:
         return TwoBankMemory(parts.driver, placement=placement, tensor_at=tensor_at, synchronise=synchronise)
-    memory = cuda_memory(parts.driver, host=choice.location, placement=placement, tensor_at=tensor_at)
+    memory = cuda_memory(
+        parts.driver, host=choice.location, placement=placement, tensor_at=tensor_at, give_back=parts.give_back
+    )
     return CudaRowMemory(memory, device_type=parts.device.type, synchronise=synchronise)

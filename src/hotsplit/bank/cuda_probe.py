@@ -196,11 +196,11 @@ def summing_rate(tensor: torch.Tensor, *, repeats: int = 3) -> float:
 
 
 def _attempted(backing: Backing, trial: Callable[[], Attempt]) -> Attempt:
-    """What came of a trial; an error of ours is a reason to turn it down."""
+    """What came of a trial; an error of ours, or of torch's calls on such memory, is a reason to turn it down."""
     try:
         return trial()
-    except BankError as error:
-        return Attempt(backing=backing, refusal=str(error))
+    except (BankError, RuntimeError) as error:
+        return Attempt(backing=backing, refusal=str(error).partition("\n")[0])
 
 
 def _try_stitched(driver: Driver, *, location: Location, probe: Probe, placement: Placement) -> Attempt:
@@ -210,6 +210,7 @@ def _try_stitched(driver: Driver, *, location: Location, probe: Probe, placement
     shape = (1 + _COLD_ROWS, row_bytes)
     with closing(CudaRange(shape=shape, dtype=torch.uint8, num_fast=1, memory=memory)) as held:
         _require_bytes(held.tensor)
+        _require_copies(held)
         pages = page_nodes(held.edge, held.slow_bytes, step_bytes=memory.page_bytes)
         notices = check_placement(pages, placement=placement, what=f"{location} memory")
         return Attempt(
@@ -270,6 +271,33 @@ def _require_bytes(tensor: torch.Tensor) -> None:
         found = tensor[:, column].tolist()
         if found != wanted:
             raise BankError("trial rows", got=str(found), wanted=f"{wanted}, as they were written")
+
+
+def _require_copies(held: CudaRange) -> None:
+    """Copy as engines do: a loader from host memory, post-processing from row to row, swaps by the driver."""
+    hot, cold = held.tensor[0], held.tensor[-1]
+    for value, row in ((101, hot), (102, cold)):
+        plain = torch.full(row.shape, value, dtype=row.dtype, device="cpu")
+        row.copy_(plain)
+        there = torch.empty_like(row)
+        there.copy_(row)
+        row.fill_(0)
+        row.copy_(there)
+        if not torch.equal(row.cpu(), plain):
+            raise BankError("trial rows", got="other bytes after torch's copies", wanted="the bytes that were copied")
+    for value, source, target in ((101, 0, held.tensor.shape[0] - 1), (103, held.tensor.shape[0] - 1, 0)):
+        held.tensor[source].fill_(value)
+        _wait(held.tensor)
+        held.copy_row(source_row=source, target_row=target, stream=0)
+        _wait(held.tensor)
+        if held.tensor[target, [0, -1]].tolist() != [value, value]:
+            raise BankError("trial rows", got="other bytes after the driver's copy", wanted="the bytes of the row")
+
+
+def _wait(tensor: torch.Tensor) -> None:
+    """For all that is enqueued on the tensor's device."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
 
 
 def _rate(probe: Probe, tensor: torch.Tensor) -> float:

@@ -33,7 +33,7 @@ kernels are not. Rows move one by one: by copy_row(), or by torch between tensor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -48,6 +48,7 @@ from hotsplit.units import gib
 
 ALIGNMENT: Final = 256
 """Bytes: where a tensor starts, and what its rows must be a multiple of for that."""
+_OUT_OF_MEMORY: Final = "CUDA_ERROR_OUT_OF_MEMORY"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +65,8 @@ class CudaMemory:
     """Makes the tensors."""
     placement: Placement = NO_PLACEMENT
     """What plain host memory, which names no node, follows while it is allocated."""
+    give_back: Callable[[], None] | None = None
+    """Lets whoever else caches memory of the device give it back, before an allocation there is tried again."""
 
     @property
     def device(self) -> Location:
@@ -72,7 +75,12 @@ class CudaMemory:
 
 
 def cuda_memory(
-    driver: Driver, *, host: Location, tensor_at: TensorAt | None = None, placement: Placement = NO_PLACEMENT
+    driver: Driver,
+    *,
+    host: Location,
+    tensor_at: TensorAt | None = None,
+    placement: Placement = NO_PLACEMENT,
+    give_back: Callable[[], None] | None = None,
 ) -> CudaMemory:
     """Ask the driver for its pages.
 
@@ -81,6 +89,7 @@ def cuda_memory(
         host: Where cold rows shall lie.
         tensor_at: Makes the tensors; None for tensors of the driver's device.
         placement: For plain host memory.
+        give_back: As CudaMemory has it.
 
     Raises:
         BankError: The driver knows no allocations in one of both memories.
@@ -94,6 +103,7 @@ def cuda_memory(
         page_bytes=max(sizes),
         tensor_at=tensor_at or DeviceTensors(driver.device),
         placement=placement,
+        give_back=give_back,
     )
 
 
@@ -253,7 +263,7 @@ class CudaRange:
         readers = [self._memory.device, location] if is_host else [location]
         try:
             with thread_policy(policy):
-                segment.back(self._memory.driver, location=location, readers=readers)
+                self._fill(segment, location=location, readers=readers)
         except BankError as error:
             host_cure = "raise HOTSPLIT_HOT_GIB, so that fewer experts are cold; a container needs --cap-add SYS_NICE"
             raise BankError(
@@ -263,6 +273,18 @@ class CudaRange:
                 do=host_cure if is_host else "lower HOTSPLIT_HOT_GIB, or free GPU memory",
                 error_name=getattr(error, "error_name", None),
             ) from error
+
+    def _fill(self, segment: _Segment, *, location: Location, readers: Sequence[Location]) -> None:
+        """Back a segment; of a device that is full once more, when torch has given back what it only caches."""
+        driver, give_back = self._memory.driver, self._memory.give_back
+        try:
+            segment.back(driver, location=location, readers=readers)
+        except BankError as error:
+            is_full = getattr(error, "error_name", None) == _OUT_OF_MEMORY and location.kind == "device"
+            if give_back is None or not is_full or segment.is_held:
+                raise
+            give_back()
+            segment.back(driver, location=location, readers=readers)
 
     def _whole_pages(self, num_rows: int) -> int:
         page = self._memory.page_bytes

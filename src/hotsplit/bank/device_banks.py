@@ -19,6 +19,7 @@ Shapes: L MoE layers, E experts, T tokens, K top-k, D model dim.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +45,8 @@ from hotsplit.bank.row_format import FormedExperts, Tensors, workspace_bytes
 from hotsplit.bank.rows import LayerRows
 from hotsplit.bank.two_banks import bank_row_ids
 from hotsplit.errors import BankError, EngineError
+
+logger = logging.getLogger(__name__)
 
 WORKSPACE_BYTES: Final = 512 << 20
 """What the kernels may take while they run: a longer prompt is computed in pieces. It does not depend on placement."""
@@ -107,8 +110,9 @@ class DeviceBanks:
                     device=_PaddingKept(device=self._kit.device),
                 )
         except BaseException:
-            self._kit.synchronise()
-            self.rows.close()
+            if self._has_settled():
+                with self.on_device():
+                    self.rows.close()
             raise
         self.observers: list[Callable[[StepRouting], None]] = []
         """Called after every step with what it routed; the device is waited for while there are any."""
@@ -140,6 +144,11 @@ class DeviceBanks:
         return self._banks.live
 
     @property
+    def lock(self) -> contextlib.AbstractContextManager[object]:
+        """Held while counters or row maps change."""
+        return self._banks.lock
+
+    @property
     def hot_bytes(self) -> int:
         """Bytes of fast memory taken, whole pages."""
         return self.rows.hot_bytes
@@ -165,10 +174,10 @@ class DeviceBanks:
             BankError: The third update in a row failed, the banks are closed, or the process was forked.
         """
         self._require_open()
-        if not getattr(self._thread, "has_entered", False):
-            self._kit.make_current()
-            self._thread.has_entered = True
         with self.on_device():
+            if not getattr(self._thread, "has_entered", False):
+                self._kit.make_current()
+                self._thread.has_entered = True
             self._banks.tick()
 
     @contextlib.contextmanager
@@ -228,7 +237,7 @@ class DeviceBanks:
         """
         row = int(self.router.row_map[layer_id, expert])
         tensors = self._forms[layer_id].tensors
-        copied = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in tensors.items()}
+        copied = {name: torch.empty(shape, dtype=dtype, device="cpu") for name, (shape, dtype) in tensors.items()}
         for where, target in zip(self.rows.tensors(layer_id), copied.values(), strict=True):
             self.rows.memory.copy([(target.data_ptr(), where.address_of(row))], num_bytes=where.row_bytes)
         return copied
@@ -238,14 +247,26 @@ class DeviceBanks:
         raise EngineError("a hotsplit model cannot be copied or pickled", do="load it again where it is needed")
 
     def close(self) -> None:
-        """Wait for the device, stop the copies, give the memory back; twice is harmless."""
+        """Wait for the device, stop the copies, give the memory back; twice is harmless, and so is a forked child's."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._kit.make_current()  # whoever lets the last model go may be any thread
-        self._kit.synchronise()
-        self._calls, self._tensors = [], []
-        self._banks.close()
+        if self._pid != os.getpid() or not self._has_settled():
+            return
+        with self.on_device():
+            self._calls, self._tensors = [], []
+            self._banks.close()
+
+    def _has_settled(self) -> bool:
+        """Whether nothing that runs needs the rows any more; a device that has failed says nothing, and keeps them."""
+        try:
+            with self.on_device():
+                self._kit.make_current()  # whoever lets the last model go may be any thread
+                self._kit.synchronise()
+        except RuntimeError as error:
+            logger.warning("memory of the rows goes with the process: %s", error)
+            return False
+        return True
 
     def _compute(
         self, layer_id: int, tokens: torch.Tensor, *, row_ids: torch.Tensor, topk_weights: torch.Tensor
@@ -296,6 +317,9 @@ class _PaddingKept:
     """A device whose router leaves padding its experts: outputs of all tokens are what the stock engine computes."""
 
     device: CudaDevice
+
+    def is_capturing(self) -> bool:
+        return self.device.is_capturing()
 
     def router(
         self, layers: Sequence[LayerRows], *, row_bytes: Sequence[int], dyn_steps: int, copies_ids: bool

@@ -127,7 +127,7 @@ class _Staging:
     def __init__(self, source: ExpertSource, *, is_pinned: bool) -> None:
         self._source = source
         largest = max(layout.num_bytes for layout in source.layouts)
-        self._buffer = torch.empty(largest, dtype=torch.uint8, pin_memory=is_pinned)
+        self._buffer = torch.empty(largest, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
         self._reader = DirectReader(source.files)
 
     def read(self, layer_id: int, expert: int) -> Tensors:

@@ -12,17 +12,20 @@ class DeviceMemory:
     """One GPU's memory at one moment."""
 
     free_bytes: int
-    """What can still be allocated, torch's own cache included: it gives unused blocks back when it must."""
+    """What the driver can still allocate."""
     total_bytes: int
     """All of it."""
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """Ask the driver how much of a GPU's memory is free, and torch how much of the rest it holds without using it.
+    """Ask the driver how much of a GPU's memory is free, once torch has given back what it holds without using it.
+
+    Torch keeps what it has freed for allocations of its own, and hears nothing when the driver, which hot rows come
+    from, runs out.
 
     Args:
         device: Of type "cuda"; without an index the current one.
     """
+    torch.cuda.empty_cache()
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return DeviceMemory(free_bytes=free_bytes + cached_bytes, total_bytes=total_bytes)
+    return DeviceMemory(free_bytes=free_bytes, total_bytes=total_bytes)

@@ -68,7 +68,7 @@ class DeviceRouter:
         read_every_steps: int = 1,
         redirect_padding: bool = True,
     ) -> None:
-        self.row_map = torch.tensor([rows.row_map for rows in layers], dtype=torch.int64)
+        self.row_map = torch.tensor([rows.row_map for rows in layers], dtype=torch.int64, device="cpu")
         """Row of every expert as the host knows it, [L, E], int64; publish() writes into it."""
         mapped = [(*rows.row_map, *rows.fixed_rows) for rows in layers]
         self.device_maps = {
@@ -89,6 +89,7 @@ class DeviceRouter:
         ]
         self._num_steps, self._read_steps = 0, 0
         self._reading: _Reading | None = None
+        self._ended: torch.cuda.Event | None = None  # behind the last step, on its stream
         self.counters = Counters(counts={phase: np.zeros((num_layers, num_experts), np.int64) for phase in PHASES})
         """Everything counted, as of the last reading."""
 
@@ -104,12 +105,12 @@ class DeviceRouter:
 
     def end_step(self) -> None:
         """Count no more, in stream order, and see what has been read."""
-        self._kernels.begin_step(self._step, number=0, phase=_NOT_COUNTED)
+        self._count_no_more()
         self.flush()
 
     def abandon_step(self) -> None:
         """Count no more. What the device has counted of the step stays: nobody can say how far it came."""
-        self._kernels.begin_step(self._step, number=0, phase=_NOT_COUNTED)
+        self._count_no_more()
 
     def serve(self, layer_id: int, topk_ids: torch.Tensor, *, is_padding: torch.Tensor | None) -> torch.Tensor:
         """Say in which rows an engine's ids lie, and count them where a step runs; one launch.
@@ -148,7 +149,12 @@ class DeviceRouter:
         return mask
 
     def flush(self) -> None:
-        """Take a reading that has arrived, and start the next where it is time; never waits."""
+        """Take a reading that has arrived, and start the next where it is time; never waits.
+
+        Nothing while a graph is captured: a query would break the capture, and a copy would be done with every replay.
+        """
+        if self._is_capturing():
+            return
         reading = self._reading
         if reading is not None and (reading.event is None or reading.event.query()):
             self._take(reading)
@@ -158,11 +164,21 @@ class DeviceRouter:
                 self._take(self._reading)
 
     def settle(self) -> None:
-        """Read all that is counted, and wait for it: at the end of a run."""
+        """Read all that is counted, and wait for it: from any thread, on its own stream, behind the last step."""
+        if self._ended is not None:
+            torch.cuda.current_stream(self._pairs.device).wait_event(self._ended)
         reading = self._read()
         if reading.event is not None:
             reading.event.synchronize()
         self._take(reading)
+
+    def _count_no_more(self) -> None:
+        self._kernels.begin_step(self._step, number=0, phase=_NOT_COUNTED)
+        if self._pairs.is_cuda and not self._is_capturing():
+            self._ended = torch.cuda.current_stream(self._pairs.device).record_event(self._ended)
+
+    def _is_capturing(self) -> bool:
+        return self._pairs.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def _read(self) -> _Reading:
         """Enqueue a copy of all counters."""
@@ -191,5 +207,5 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in host memory, enqueued on the current stream; into pinned memory, or it would be waited for."""
     if tensor.device.type != "cuda":
         return tensor.clone()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return host.copy_(tensor, non_blocking=True)

@@ -1,11 +1,10 @@
 """The loop that corrects the plan while the model runs: count, score, swap, publish, report.
 
     every step      flush the counters, then let the swapper publish what has been copied
-    every N steps   window = counters now - counters at the last update
-                    -> rebalancer (numpy, plan/) -> swaps -> swapper        (dynamic mode)
-                    -> one update line: the number that proves that the thing pays
+    every look      window -> policy (numpy, plan/steering.py) -> swaps -> swapper        (dynamic mode)
+    every N steps   one update line: the number that proves that the thing pays
 
-Driven by tick(), on the thread that launches the steps, between two of them.
+With the fixed schedule every update is a look and there are no others; the adaptive one looks more often. Driven by tick(), on the thread that launches the steps, between two of them.
 
 Shapes: L MoE layers, E experts.
 """
@@ -20,12 +19,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hotsplit.bank.route import PHASES, Counters, Phase, StepRouter
+from hotsplit.bank.route import StepRouter
 from hotsplit.bank.swap import Swapper
 from hotsplit.errors import BankError, HotsplitError
 from hotsplit.metrics import UpdateLine
 from hotsplit.plan import evaluate
-from hotsplit.plan.rebalance import Rebalancer
+from hotsplit.plan.counters import Window
+from hotsplit.plan.steering import Policy, Steering
 
 logger = logging.getLogger(__name__)
 
@@ -33,22 +33,6 @@ MAX_FAILURES_IN_A_ROW = 3
 """Failed updates that stop the run: a disk that cannot be read three times over will not serve the next token."""
 
 FloatArray = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Window:
-    """What happened between two updates, in the phase that counts."""
-
-    phase: Phase
-    """Decode; prefill only where there was no decode."""
-    counts: npt.NDArray[np.int64]
-    """Routed pairs, [L, E], int64."""
-    tokens: int
-    """Routed tokens."""
-    hit_ratio: float | None
-    """Hits / pairs; None for an empty window."""
-    byte_hit_ratio: float | None
-    """Touched hot bytes / touched bytes; None for an empty window."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,10 +94,10 @@ class Live:
         rank: int = 0,
     ) -> None:
         self._router, self._plan_shares, self._row_bytes = router, plan_shares, tuple(row_bytes)
-        self._dyn_steps, self._rank = dyn_steps, rank
+        self._rank = rank
         self._swapper: Swapper | None = None
-        self._rebalancer: Rebalancer | None = None
-        self._baseline = router.counters.copy()
+        self._steering = Steering(router.counters, dyn_steps=dyn_steps)
+        self._shifts_before = 0
         self._learned_LE: FloatArray = np.zeros(router.row_map.shape)  # since the start, faded
         self._saved_LE: FloatArray = np.zeros(router.row_map.shape)  # what of them is kept, faded since alike
         self._learned_upto = router.counters.counts["decode"].copy()
@@ -133,14 +117,19 @@ class Live:
         self.on_update: list[Callable[[Update], None]] = []
         """Called after every update."""
 
-    def adapt(self, swapper: Swapper, *, rebalancer: Rebalancer) -> None:
+    def adapt(self, swapper: Swapper, *, rebalancer: Policy) -> None:
         """Switch dynamic mode on.
 
         Args:
             swapper: Moves rows.
             rebalancer: Chooses which.
         """
-        self._swapper, self._rebalancer = swapper, rebalancer
+        self._swapper, self._steering.policy = swapper, rebalancer
+
+    @property
+    def num_shifts(self) -> int:
+        """Shifts of the traffic that were acted upon; always 0 with the fixed schedule."""
+        return self._steering.policy.num_shifts if self._steering.policy is not None else 0
 
     def tick(self) -> None:
         """Between two steps: count the one that ran, publish what is copied, update when it is time.
@@ -153,11 +142,13 @@ class Live:
         steps = self._router.counters.steps
         if self._swapper is not None:
             self._publish(self._swapper)
-        is_due = steps - self._baseline.steps >= self._dyn_steps
-        if is_due:
-            self._propose()
+        is_update = self._steering.is_update_due(steps)
+        if is_update:
+            self._begin_update()
+        if self._steering.is_look_due(steps):
+            self._look()
         self._cost_s += time.perf_counter() - started
-        if is_due:
+        if is_update:
             self._report()
 
     def learned(self) -> Learned:
@@ -186,12 +177,12 @@ class Live:
 
     def window(self) -> Window:
         """What happened since the last update."""
-        return window_between(self._baseline, self._router.counters)
+        return self._steering.window(self._router.counters)
 
     @property
     def _decay(self) -> float:
         """What a count keeps at an update."""
-        return 1.0 if self._rebalancer is None else self._rebalancer.decay
+        return 1.0 if self._steering.policy is None else self._steering.policy.decay
 
     def _publish(self, swapper: Swapper) -> None:
         result = swapper.tick()
@@ -219,33 +210,37 @@ class Live:
                 do="check the disk that holds the model, or run with HOTSPLIT_DYNAMIC=0",
             )
 
-    def _propose(self) -> None:
-        """Score the window and ask for swaps."""
+    def _begin_update(self) -> None:
+        """Count it, forgive what has healed, and let what was learned fade."""
         # Only a swap that went through forgives: an update that finds its layers busy has tried nothing.
         if self._succeeded_now and not self._failed_now:
             self._failures_in_a_row = 0
         self._failed_now = self._succeeded_now = False
         self.num_updates += 1
-        if self._swapper is None or self._rebalancer is None:
+        if self._swapper is None:
             return
-        window = self.window()
         decode_LE = self._router.counters.counts["decode"]
         self._learned_LE = self._learned_LE * self._decay + (decode_LE - self._learned_upto)
         self._saved_LE = self._saved_LE * self._decay
         self._learned_upto = decode_LE.copy()
-        if window.phase == "prefill" and self._router.counters.tokens["decode"]:
-            return  # where there is decode, prefill does not speak
+
+    def _look(self) -> None:
+        """Score the window and ask for swaps."""
+        if self._swapper is None:
+            return
+        before = self.num_shifts
         try:
-            self._ask(window, swapper=self._swapper, rebalancer=self._rebalancer)
+            self._ask(self._swapper)
         except HotsplitError as error:
             logger.error("update %d failed: %s", self.num_updates, error)
             self._count_failure(str(error))
+        if self.num_shifts > before:
+            logger.info("the traffic has shifted at step %d: settling", self._router.counters.steps)
 
-    def _ask(self, window: Window, *, swapper: Swapper, rebalancer: Rebalancer) -> None:
-        # The row map is the truth, also where an interrupt fell between a publish and our hearing of it.
-        rebalancer.follow(self._router.hot_mask())
+    def _ask(self, swapper: Swapper) -> None:
         busy = swapper.busy()
-        for swap in rebalancer.update(window.counts, tokens=window.tokens):
+        # The row map is the truth, also where an interrupt fell between a publish and our hearing of it.
+        for swap in self._steering.look(self._router.counters, hot=self._router.hot_mask(), busy=busy):
             asked = swap.layer_id not in busy and swapper.request(
                 swap.layer_id, expert_in=swap.expert_in, expert_out=swap.expert_out
             )
@@ -267,6 +262,7 @@ class Live:
             moved_mib=(swaps.moved_bytes - before.moved_bytes) / 2**20,
             cost_ms=self._cost_s * 1e3,
             rank=self._rank,
+            shifts=self.num_shifts - self._shifts_before,
         )
         logger.info("%s", line)
         self.last = Update(line=line, window=window)
@@ -274,7 +270,8 @@ class Live:
         self._swaps_before = SwapTotals(
             done=swaps.done, refused=swaps.refused, failed=swaps.failed, moved_bytes=swaps.moved_bytes
         )
-        self._baseline = self._router.counters.copy()
+        self._shifts_before = self.num_shifts
+        self._steering.updated(self._router.counters)
         for observe in self.on_update:
             observe(self.last)
 
@@ -287,25 +284,3 @@ class Live:
         if self._plan_shares is None or not window.tokens:
             return None
         return evaluate.drift(window.counts.astype(np.float64), self._plan_shares)
-
-
-def window_between(before: Counters, after: Counters) -> Window:
-    """The difference of two readings, in decode, or in prefill where there was no decode.
-
-    Args:
-        before: The earlier reading.
-        after: The later one.
-    """
-    tokens = {phase: after.tokens[phase] - before.tokens[phase] for phase in PHASES}
-    phase: Phase = "decode" if tokens["decode"] or not tokens["prefill"] else "prefill"
-    counts_LE = after.counts[phase] - before.counts[phase]
-    pairs = int(counts_LE.sum())
-    hot_bytes = after.touched_hot_bytes[phase] - before.touched_hot_bytes[phase]
-    all_bytes = hot_bytes + after.touched_cold_bytes[phase] - before.touched_cold_bytes[phase]
-    return Window(
-        phase=phase,
-        counts=counts_LE,
-        tokens=tokens[phase],
-        hit_ratio=(after.hits[phase] - before.hits[phase]) / pairs if pairs else None,
-        byte_hit_ratio=hot_bytes / all_bytes if all_bytes else None,
-    )

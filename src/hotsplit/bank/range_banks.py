@@ -22,13 +22,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hotsplit.bank.device_router import READ_PER_UPDATE
 from hotsplit.bank.live import Live
 from hotsplit.bank.range_devices import ClosableSwaps, HostDevice, RangeDevice
 from hotsplit.bank.range_rows import RangeRows
 from hotsplit.bank.route import Phase
 from hotsplit.bank.rows import LayerRows
 from hotsplit.bank.swap import Swapper
-from hotsplit.plan.rebalance import RebalanceOptions, Rebalancer
+from hotsplit.plan.adaptive import AdaptiveOptions
+from hotsplit.plan.rebalance import RebalanceOptions
+from hotsplit.plan.steering import make_policy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,12 +72,12 @@ class RangeBanks:
         options: RangeBankOptions,
         device: RangeDevice | None = None,
     ) -> None:
-        device = device or HostDevice()
+        device = self._device = device or HostDevice()
         self.rows = rows
         """Memory behind the rows."""
         row_bytes = [rows.row_bytes(layer_id) for layer_id in range(len(layers))]
         self.router = device.router(
-            layers, row_bytes=row_bytes, dyn_steps=options.dyn_steps, copies_ids=options.copies_ids
+            layers, row_bytes=row_bytes, dyn_steps=_counted_steps(options), copies_ids=options.copies_ids
         )
         """Row maps and counters."""
         self.live = Live(
@@ -90,8 +93,12 @@ class RangeBanks:
         if options.dynamic:
             self._swaps = device.swaps(rows, router=self.router)
             self.swapper = Swapper(self._swaps, layouts=layers)
-            rebalancer = Rebalancer(
-                hot=self.router.hot_mask(), prior=prior, top_k=options.top_k, options=options.rebalance
+            rebalancer = make_policy(
+                hot=self.router.hot_mask(),
+                prior=prior,
+                top_k=options.top_k,
+                options=options.rebalance,
+                row_bytes=row_bytes,
             )
             self.live.adapt(self.swapper, rebalancer=rebalancer)
 
@@ -101,7 +108,7 @@ class RangeBanks:
         Raises:
             BankError: The third update in a row failed.
         """
-        if self._swaps is not None and self._swaps.is_capturing():
+        if self._device.is_capturing():
             return
         with self.lock:
             self.live.tick()
@@ -142,3 +149,10 @@ class RangeBanks:
             self._swaps.close()
             self._swaps = None
         self.rows.close()
+
+
+def _counted_steps(options: RangeBankOptions) -> int:
+    """Steps that a device takes for an update's when it spaces its readings: a schedule that looks more often wants more."""
+    if not options.dynamic or options.rebalance.schedule != "adaptive":
+        return options.dyn_steps
+    return min(options.dyn_steps, AdaptiveOptions().look_steps * READ_PER_UPDATE)

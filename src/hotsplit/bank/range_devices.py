@@ -37,6 +37,9 @@ class ClosableSwaps(SwapBackend, Protocol):
 class RangeDevice(Protocol):
     """Where steps run."""
 
+    def is_capturing(self) -> bool:
+        """Whether the calling thread is capturing a graph: nothing may be enqueued or asked then."""
+
     def router(
         self, layers: Sequence[LayerRows], *, row_bytes: Sequence[int], dyn_steps: int, copies_ids: bool
     ) -> StepRouter:
@@ -60,6 +63,10 @@ class RangeDevice(Protocol):
 
 class HostDevice:
     """The CPU (a RangeDevice)."""
+
+    def is_capturing(self) -> bool:
+        """Never: there are no graphs."""
+        return False
 
     def router(
         self, layers: Sequence[LayerRows], *, row_bytes: Sequence[int], dyn_steps: int, copies_ids: bool
@@ -96,6 +103,10 @@ class CudaDevice:
     """Copies and writes on them."""
     kernels: ModuleType
     """route_and_count and begin_step: bank.kernels.route_triton."""
+
+    def is_capturing(self) -> bool:
+        """Whether the calling thread is capturing a graph."""
+        return self.streams.is_capturing()
 
     def router(
         self, layers: Sequence[LayerRows], *, row_bytes: Sequence[int], dyn_steps: int, copies_ids: bool

@@ -106,6 +106,7 @@ class Record:
             swaps_failed=live.swaps.failed,
             swap_bytes=live.swaps.moved_bytes,
             update_failures=live.update_failures,
+            shifts=live.num_shifts,
             hot_bytes=facts.hot_bytes,
             host_bytes=self._cold_bytes() if facts.host_bytes is None else facts.host_bytes,
             budget_bytes=facts.budget_bytes,

@@ -12,8 +12,8 @@ Shapes: L MoE layers, E experts, T tokens, K top-k.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +21,9 @@ import torch
 
 from hotsplit.bank.kernels import reference
 from hotsplit.bank.rows import LayerRows
+from hotsplit.plan.counters import PHASES, Counters, Phase
 
-Phase = Literal["decode", "prefill"]
-PHASES: tuple[Phase, ...] = ("decode", "prefill")
+__all__ = ["PHASES", "Counters", "Phase", "Router", "StepRouter", "StepRouting"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,35 +40,6 @@ class StepRouting:
     """Their expert ids, [T, K] each."""
     is_padding: torch.Tensor | None
     """Tokens nobody asked for, [T], bool; None for none."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Counters:
-    """All that is counted; every number only grows."""
-
-    counts: dict[Phase, npt.NDArray[np.int64]]
-    """Routed pairs per phase, [L, E], int64."""
-    tokens: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
-    """Routed tokens per phase, padding left out."""
-    hits: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
-    """Pairs per phase whose expert was hot when they were routed."""
-    touched_hot_bytes: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
-    """Row bytes of the distinct hot experts touched, summed over steps."""
-    touched_cold_bytes: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
-    """Row bytes of the distinct cold experts touched, summed over steps: what crossed the slow link."""
-    steps: int = 0
-    """Steps with at least one routed layer."""
-
-    def copy(self) -> Counters:
-        """A reading, to take differences from."""
-        return Counters(
-            counts={phase: counts.copy() for phase, counts in self.counts.items()},
-            tokens=dict(self.tokens),
-            hits=dict(self.hits),
-            touched_hot_bytes=dict(self.touched_hot_bytes),
-            touched_cold_bytes=dict(self.touched_cold_bytes),
-            steps=self.steps,
-        )
 
 
 class StepRouter(Protocol):
@@ -134,9 +105,7 @@ class Router:
         self._stash_context: tuple[int, Phase, torch.Tensor | None] = (0, "decode", None)
         self._serving: tuple[int, Phase] | None = None
         self._mask_seen: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        self.counters = Counters(
-            counts={phase: np.zeros((num_layers, self._num_experts), np.int64) for phase in PHASES}
-        )
+        self.counters = Counters.zeros((num_layers, self._num_experts))
         """Everything counted so far; flush() brings it up to date."""
         self.observers: list[Callable[[StepRouting], None]] = []
         """Called by flush() with what the step routed."""

@@ -19,12 +19,19 @@ from hotsplit.errors import HotsplitError
 from hotsplit.version import __version__
 
 _COMMANDS = {
+    "convert": "Write a histogram in the form of another tool.",
     "demo": "Profile, plan and run the bundled model: the whole job in two minutes.",
+    "evaluate": "Score a plan on traffic it was not made from, with a verdict.",
+    "fit": "Say what of a model fits these GPUs and this host, and what binds.",
+    "forecast": "Forecast tokens per second of a plan on a machine, between bounds.",
+    "merge": "Merge several histograms of one model, by shares, pairs or ranks.",
     "plan": "Choose the hot experts from a routing histogram, under a budget, with proof.",
     "profile": "Play sample traffic through a model and write its routing histogram.",
+    "report": "Write one page that shows what plans do: map, curves, forecast, a run.",
     "rerank": "Merge live counts into a reference histogram.",
     "run": "Generate text with hot and cold experts.",
     "serve": "Start vLLM's server with hot and cold experts, checked first.",
+    "simulate": "Replay a routing trace against policies: hits, cold bytes, moved bytes.",
     "show": "Show what a histogram, plan or trace file holds.",
 }
 

@@ -25,6 +25,7 @@ from hotsplit.cli.options import SEED, config_from, force_option, json_option, s
     "dyn_max_swaps",
     "dyn_margin",
     "dyn_half_life",
+    "dyn_schedule",
     "counts",
     "plan",
     "learned",

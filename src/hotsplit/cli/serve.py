@@ -51,6 +51,7 @@ def _refuse_ours(flags: tuple[str, ...], *, command: click.Command, ctx: click.C
     "dyn_max_swaps",
     "dyn_margin",
     "dyn_half_life",
+    "dyn_schedule",
     "counts",
     "plan",
     "learned",

@@ -6,6 +6,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from hotsplit.cli.histograms import read_histogram
 from hotsplit.cli.places import histogram_files, model_files, require_places
 from hotsplit.config import HotsplitConfig
 from hotsplit.errors import BudgetError, ConfigError, HistogramError, HotsplitError
@@ -28,6 +29,8 @@ from hotsplit.units import gib
 SNAPSHOT_FORMAT = "hotsplit-metrics"
 """What a snapshot file says that it is."""
 
+_TABLES = frozenset({".csv", ".npy", ".pt", ".pth"})
+"""Endings of histograms that are no JSON."""
 _SHOWN = "a histogram, plan, trace or snapshot"
 
 
@@ -169,10 +172,10 @@ def open_any(name: str) -> Opened:
     """
     path = Path(name)
     _require_file(name)
-    if path.is_file() and zipfile.is_zipfile(path):
+    if path.is_file() and _is_trace(path):
         trace, notices = load_trace(path)
         return Opened(name=name, content=trace, notices=tuple(notices))
-    if path.is_file():
+    if path.is_file() and path.suffix not in _TABLES and not zipfile.is_zipfile(path):
         _require_braces(path)
         value = read_json(path, what="file", error=HotsplitError)
         form = value.get("format") if isinstance(value, dict) else None
@@ -180,8 +183,16 @@ def open_any(name: str) -> Opened:
             return Opened(name=name, content=load_plan(path), notices=())
         if form == SNAPSHOT_FORMAT:
             return Opened(name=name, content=read_snapshot(path), notices=())
-    histogram, notices = load_histogram(name)
+    histogram, notices = read_histogram(name)
     return Opened(name=name, content=histogram, notices=tuple(notices))
+
+
+def _is_trace(path: Path) -> bool:
+    """Whether it is an archive of arrays, and not that of a histogram: one without counts."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return not {"counts.npy", "decode.npy", "prefill.npy"} & set(archive.namelist())
 
 
 def _require_file(name: str) -> None:

@@ -146,6 +146,19 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts:
     return ModelFacts(num_experts=_number(configs, NUM_EXPERTS), top_k=_number(configs, TOP_K), num_layers=num_layers)
 
 
+def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a config: the innermost of those that multimodal configs nest.
+
+    Args:
+        config: config.json.
+
+    >>> language_config({"model_type": "vlm", "text_config": {"num_hidden_layers": 2}})
+    {'num_hidden_layers': 2}
+    """
+    inner = next((config[name] for name in TEXT_CONFIGS if isinstance(config.get(name), dict)), None)
+    return config if inner is None else language_config(inner)
+
+
 def _number(configs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> int | None:
     """The first positive integer under one of the names; a list counts where its entries agree."""
     for config in configs:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hotsplit.errors import HistogramError
+from hotsplit.notices import Notice
 from hotsplit.plan.histogram import PHASES, bad_count, is_count
 from hotsplit.plan.identity import MAX_CELLS, MAX_INTEGER, ModelIdentity
 
@@ -76,6 +77,44 @@ def row_length(rows: Mapping[int, Any], *, what: str) -> int:
     if not lengths or mode(lengths) == 0:
         raise HistogramError(what, got="no rows of counts", wanted="a list of counts per layer")
     return mode(lengths)
+
+
+def cell_rows(
+    cells: Mapping[tuple[int, int], Any], *, num_experts: int | None, what: str
+) -> tuple[dict[int, list[Any]], list[Notice]]:
+    """Rows by decoder index from single cells; a cell that is not there is zero.
+
+    Args:
+        cells: Count by (decoder layer index, expert).
+        num_experts: Routed experts per layer; None to take the highest id + 1, aloud where cells are missing.
+        what: The file, for messages.
+
+    Returns:
+        Rows of equal length, and a notice where their length may be too short.
+
+    Raises:
+        HistogramError: No cells, an expert beyond `num_experts`, or more cells than any model has.
+    """
+    if not cells:
+        raise HistogramError(what, got="no counts", wanted="a layer, an expert and a count in every row")
+    layers = sorted({layer for layer, _ in cells})
+    highest = max(expert for _, expert in cells)
+    width = highest + 1 if num_experts is None else num_experts
+    if highest >= width:
+        layer = next(layer for layer, expert in cells if expert == highest)
+        where = f"{what}, layer {layer}, expert {highest}"
+        raise HistogramError(where, got="an expert too many", wanted=f"ids below {width}", layer=layer, expert=highest)
+    if len(layers) * width > MAX_CELLS:
+        raise HistogramError(
+            what, got=f"{len(layers)} layers x {width} experts", wanted=f"at most {MAX_CELLS} together"
+        )
+    rows: dict[int, list[Any]] = {layer: [0] * width for layer in layers}
+    for (layer, expert), value in cells.items():
+        rows[layer][expert] = value
+    if num_experts is not None or len(cells) == len(layers) * width:
+        return rows, []
+    text = f"{what} leaves experts out: {width} per layer, the highest id + 1, unless --experts says otherwise"
+    return rows, [Notice(name="experts-from-ids", text=text)]
 
 
 def checked_counts(

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from hotsplit.errors import ConfigError, PlanError
 from hotsplit.notices import Notice
+from hotsplit.plan.counters import Window
 from hotsplit.plan.objectives import shares_of
 
 MAX_PRIOR_TOKENS = 50_000
@@ -43,6 +44,8 @@ class RebalanceOptions:
     """Swap only if the cold expert's score is above margin x the hot one's; finite, >= 1."""
     max_swaps: int = 2
     """Swaps per layer and update at most; >= 1."""
+    schedule: str = "fixed"
+    """A name of `steering.POLICIES`: who chooses the swaps, and when."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.half_life) and self.half_life > 0):
@@ -82,10 +85,10 @@ def thrash_notice(options: RebalanceOptions) -> Notice | None:
         options: As set.
 
     Returns:
-        The notice, or None where such traffic comes to rest.
+        The notice, or None where such traffic comes to rest, or where another schedule chooses.
     """
-    if 1.0 / options.decay <= options.margin:
-        return None
+    if options.schedule != "fixed" or 1.0 / options.decay <= options.margin:
+        return None  # the adaptive schedule has a bound on bytes instead
     cure = f"margin >= {1.0 / options.decay:.3g}"
     if options.margin > 1:
         cure = f"half_life >= {1.0 / math.log2(options.margin):.3g} or {cure}"
@@ -120,6 +123,20 @@ class Rebalancer:
         self._prior_tokens: float | None = None
         self._top_k = top_k
         self._options = options
+
+    look_steps: int | None = None
+    """It looks at updates only."""
+    num_shifts = 0
+    """It detects none."""
+
+    def observe(self, window: Window, *, busy: Collection[int] = ()) -> tuple[Swap, ...]:
+        """What a live run and a replay ask at every look (a steering.Policy).
+
+        Args:
+            window: Since the last look.
+            busy: Not looked at: a swap that finds its layer busy is proposed all the same, refused and counted.
+        """
+        return self.update(window.counts, tokens=window.tokens)
 
     def update(
         self, window_counts: npt.NDArray[np.float64] | npt.NDArray[np.int64], *, tokens: int, busy: Collection[int] = ()
@@ -185,6 +202,54 @@ class Rebalancer:
         self._live_LE += window_LE
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pairs:
+    """The strongest cold experts of every layer beside its weakest hot ones, M pairs per layer."""
+
+    experts_in: npt.NDArray[np.int64]
+    """Cold experts, strongest first, [L, M], int64."""
+    experts_out: npt.NDArray[np.int64]
+    """Hot experts, weakest first, [L, M], int64."""
+    scores_in: npt.NDArray[np.float64]
+    """Of the cold ones, [L, M], float64."""
+    scores_out: npt.NDArray[np.float64]
+    """Of the hot ones, [L, M], float64."""
+    is_real: npt.NDArray[np.bool_]
+    """Whether there are two such experts, and their layer is free, [L, M], bool."""
+
+    def chosen(self, wanted: npt.NDArray[np.bool_]) -> tuple[Swap, ...]:
+        """Swaps of the pairs that are wanted, those that gain most first, ties by (layer, pair).
+
+        Args:
+            wanted: Which pairs, [L, M], bool.
+        """
+        layers, pairs = np.nonzero(wanted & self.is_real)
+        order = np.argsort(-(self.scores_in - self.scores_out)[layers, pairs], kind="stable")
+        return tuple(
+            Swap(layer_id=int(n), expert_in=int(self.experts_in[n, pair]), expert_out=int(self.experts_out[n, pair]))
+            for n, pair in zip(layers[order], pairs[order], strict=True)
+        )
+
+
+def pair_up(
+    scores: npt.NDArray[np.float64], *, hot: npt.NDArray[np.bool_], max_swaps: int, busy: Collection[int] = ()
+) -> Pairs:
+    """Put the strongest cold experts of every layer beside its weakest hot ones, ties by expert.
+
+    Args:
+        scores: What experts are wanted, [L, E], float64.
+        hot: Which of them are hot, [L, E], bool.
+        max_swaps: Pairs per layer.
+        busy: layer_ids whose pairs are not real.
+    """
+    strongest = np.argsort(np.where(hot, np.inf, -scores), axis=1, kind="stable")[:, :max_swaps]
+    weakest = np.argsort(np.where(hot, scores, np.inf), axis=1, kind="stable")[:, :max_swaps]
+    in_LM, out_LM = (np.take_along_axis(scores, picked, axis=1) for picked in (strongest, weakest))
+    real_LM = ~np.take_along_axis(hot, strongest, axis=1) & np.take_along_axis(hot, weakest, axis=1)
+    real_LM[list(busy)] = False
+    return Pairs(experts_in=strongest, experts_out=weakest, scores_in=in_LM, scores_out=out_LM, is_real=real_LM)
+
+
 def propose(
     scores: npt.NDArray[np.float64],
     *,
@@ -203,15 +268,5 @@ def propose(
     Returns:
         Swaps, those that gain most first, ties by (layer, expert).
     """
-    strongest = np.argsort(np.where(hot, np.inf, -scores), axis=1, kind="stable")[:, : options.max_swaps]
-    weakest = np.argsort(np.where(hot, scores, np.inf), axis=1, kind="stable")[:, : options.max_swaps]
-    in_LM, out_LM = (np.take_along_axis(scores, picked, axis=1) for picked in (strongest, weakest))
-    real_LM = ~np.take_along_axis(hot, strongest, axis=1) & np.take_along_axis(hot, weakest, axis=1)
-    wanted_LM = real_LM & (in_LM > options.margin * out_LM)
-    wanted_LM[list(busy)] = False
-    layers, pairs = np.nonzero(wanted_LM)
-    order = np.argsort(-(in_LM - out_LM)[layers, pairs], kind="stable")
-    return tuple(
-        Swap(layer_id=int(n), expert_in=int(strongest[n, pair]), expert_out=int(weakest[n, pair]))
-        for n, pair in zip(layers[order], pairs[order], strict=True)
-    )
+    pairs = pair_up(scores, hot=hot, max_swaps=options.max_swaps, busy=busy)
+    return pairs.chosen(pairs.scores_in > options.margin * pairs.scores_out)

@@ -5,7 +5,7 @@ they are added, so that a reference of 10**9 pairs and a live hour weigh what th
 
 Shapes: L MoE layers, E routed experts per layer.
 
-    >>> import numpy as np
+    >>> from hotsplit.plan.histogram import PhaseCounts
     >>> from hotsplit.plan.identity import ModelIdentity
     >>> toy = ModelIdentity(layers=(0,), num_experts=2, top_k=1)
     >>> old = Histogram(identity=toy, phases={"decode": PhaseCounts(counts=np.array([[3e9, 1e9]]))})
@@ -17,16 +17,15 @@ Shapes: L MoE layers, E routed experts per layer.
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from hotsplit.errors import ConfigError, HistogramError
 from hotsplit.notices import Notice
-from hotsplit.plan.histogram import PHASES, Histogram, PhaseCounts, quantisation_notices, tokens_per_layer
-from hotsplit.plan.identity import ModelIdentity, require_same
+from hotsplit.plan.combine import merge_shares
+from hotsplit.plan.histogram import PHASES, Histogram, quantisation_notices, tokens_per_layer
+from hotsplit.plan.identity import require_same
 
 MIN_TOKENS = 50_000
 """Decode tokens per layer that a live sample must have before it may move a reference."""
@@ -51,20 +50,9 @@ def merge(reference: Histogram, live: Histogram, *, live_weight: float = 1.0) ->
     if not (math.isfinite(live_weight) and live_weight >= 0):
         raise ConfigError("live weight", got=str(live_weight), wanted="a finite number >= 0", value=live_weight)
     require_same(live.identity, reference.identity, what="the live sample")
-    phases = {}
-    for phase in PHASES:
-        shares_LE = _shares(reference, phase) + live_weight * _shares(live, phase)
-        if phase in reference.phases or (phase in live.phases and live_weight > 0):
-            phases[phase] = PhaseCounts(counts=shares_LE)
-    return replace(
-        reference,
-        identity=_joint_identity(reference.identity, live.identity),
-        phases=phases,
-        normalised=True,
-        name=reference.name or live.name,
-        quantisation=reference.quantisation or live.quantisation,
-        source={"reference": dict(reference.source), "live": dict(live.source), "live_weight": live_weight},
-    )
+    merged, _ = merge_shares([reference, live], weights=[1.0, live_weight])
+    source = {"reference": dict(reference.source), "live": dict(live.source), "live_weight": live_weight}
+    return replace(merged, source=source)
 
 
 def rerank(
@@ -128,26 +116,6 @@ def _require_tokens(live: Histogram, *, top_k: int | None, min_tokens: int) -> N
         raise HistogramError(
             f"the live sample, layer {layer}", got=got, wanted=wanted, do=do, layer=layer, value=tokens
         )
-
-
-def _shares(histogram: Histogram, phase: str) -> npt.NDArray[np.float64]:
-    """Each layer's counts divided by their total, [L, E]; zero where a layer or the phase has none."""
-    counted = histogram.phases.get(phase)
-    if counted is None:
-        return np.zeros((len(histogram.layers), histogram.identity.num_experts or 0))
-    counts_LE = np.asarray(counted.counts, dtype=np.float64)
-    totals_L1 = counts_LE.sum(axis=1, keepdims=True)
-    shares_LE: npt.NDArray[np.float64] = counts_LE / np.where(totals_L1 > 0, totals_L1, 1.0)
-    return shares_LE
-
-
-def _joint_identity(first: ModelIdentity, second: ModelIdentity) -> ModelIdentity:
-    """What either of two agreeing identities knows."""
-    known: dict[str, Any] = {}
-    for field in fields(ModelIdentity):
-        value = getattr(first, field.name)
-        known[field.name] = getattr(second, field.name) if value is None else value
-    return ModelIdentity(**known)
 
 
 def _whole(tokens: float) -> str:

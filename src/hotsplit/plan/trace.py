@@ -80,6 +80,23 @@ class Trace:
         _require_shapes(self)
         _require_ids(self)
 
+    def domain_mask(self, domain: str | None) -> npt.NDArray[np.bool_]:
+        """Tokens of one domain, [T], bool.
+
+        Args:
+            domain: Its name; None for all tokens.
+
+        Raises:
+            TraceError: There is no such domain.
+        """
+        if domain is None:
+            return np.ones(len(self.phase), dtype=bool)
+        if self.domain is None or domain not in self.domains:
+            wanted = ", ".join(self.domains) or "no domain: the trace has none"
+            raise TraceError("domain", got=repr(domain), wanted=wanted)
+        mask_T: npt.NDArray[np.bool_] = self.domain == self.domains.index(domain)
+        return mask_T
+
 
 def load_trace(path: Path) -> tuple[Trace, list[Notice]]:
     """Read a trace.
@@ -156,7 +173,7 @@ def histogram_of(trace: Trace, *, num_experts: int | None = None, domain: str | 
     experts_count = num_experts or trace.identity.num_experts
     if experts_count is None:
         raise TraceError("the trace", got="no num_experts", wanted="the number of routed experts per layer")
-    chosen_T = _domain_mask(trace, domain)
+    chosen_T = trace.domain_mask(domain)
     phases = {}
     for name, code in (("decode", DECODE), ("prefill", PREFILL)):
         ids_TLK = trace.experts[chosen_T & (trace.phase == code)]
@@ -322,17 +339,6 @@ def _bad_id(value: int, *, token: int, layer: int, num_experts: int | None) -> T
 def _place_of(error: HotsplitError) -> dict[str, Any]:
     """The coordinates an error carries, to carry them on."""
     return {name: getattr(error, name) for name in ("token", "layer", "value") if hasattr(error, name)}
-
-
-def _domain_mask(trace: Trace, domain: str | None) -> npt.NDArray[np.bool_]:
-    """Tokens of one domain, [T]."""
-    if domain is None:
-        return np.ones(len(trace.phase), dtype=bool)
-    if trace.domain is None or domain not in trace.domains:
-        wanted = ", ".join(trace.domains) or "no domain: the trace has none"
-        raise TraceError("domain", got=repr(domain), wanted=wanted)
-    mask_T: npt.NDArray[np.bool_] = trace.domain == trace.domains.index(domain)
-    return mask_T
 
 
 def _whole_tokens(ids_TLK: npt.NDArray[Any]) -> int | None:

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hotsplit.engines.vllm.session import Session, phase_of
+from hotsplit.engines.vllm.scheduled import phase_of
+from hotsplit.engines.vllm.session import Session
 
 
 def scheduled(tokens, drafted=None):

@@ -79,7 +79,7 @@ def alone(monkeypatch):
     init = BankFile.__init__
     monkeypatch.setattr(BankFile, "__init__", lambda self, folder: (FILES.append(self), init(self, folder))[1])
     monkeypatch.setattr(sessions, "_current", None)
-    monkeypatch.setattr(sessions, "_padding_mask", lambda: None)
+    monkeypatch.setattr(sessions, "padding_mask", lambda: None)
     monkeypatch.setattr(tuned, "use_stock_counts", lambda counts: [])
     yield
     if sessions.current() is not None:

@@ -26,7 +26,7 @@ def gpu(monkeypatch):
     stand_in = StandIn()
     monkeypatch.setattr(backends, "BACKENDS", {"cuda": stand_in.backend})
     monkeypatch.setattr(sessions, "_current", None)
-    monkeypatch.setattr(sessions, "_padding_mask", lambda: None)
+    monkeypatch.setattr(sessions, "padding_mask", lambda: None)
     monkeypatch.setattr(tuned, "use_stock_counts", lambda counts: [])
     free_of(monkeypatch, 8 * GIB)
     yield stand_in
@@ -206,7 +206,7 @@ def test_vllms_own_mask_is_read_anew_in_every_step(begin, monkeypatch):
     session = begin()
     load(session)
     mask = torch.zeros(8, dtype=torch.bool)
-    monkeypatch.setattr(sessions, "_padding_mask", lambda: mask[:3])
+    monkeypatch.setattr(sessions, "padding_mask", lambda: mask[:3])
     with session.step(scheduled(2)):
         mask[2:] = True  # as vLLM fills its persistent mask before a graph is replayed
         rows = session.route(torch.tensor([[1, 2], [3, 4], [5, 0]]), NAME(LAYERS[0])).tolist()

@@ -5,6 +5,8 @@ A model from hotsplit.load() carries it as `model.hotsplit`.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,8 @@ from hotsplit.notices import Notice
 from hotsplit.plan.histogram import Histogram
 from hotsplit.plan.planfile import Plan, plan_hash
 from hotsplit.plan.sizes import ExpertSizes
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +81,7 @@ class Engine:
             run_dir=options.run_dir,
         )
         self._record = Record(banks.router, live=banks.live, facts=facts)
+        self._pid = os.getpid()
         self._is_closed = False
         banks.live.on_update.append(self._after_update)
 
@@ -87,24 +92,39 @@ class Engine:
 
     def histogram(self) -> Histogram:
         """Everything counted so far, decode and prefill apart; on a GPU its counters are waited for."""
-        self.banks.router.settle()
-        return self._record.histogram()
+        with self.banks.lock:
+            self.banks.router.settle()
+            return self._record.histogram()
 
     def snapshot(self) -> MetricsSnapshot:
         """All metrics as they stand; on a GPU its counters are waited for."""
-        self.banks.router.settle()
-        return self._record.snapshot()
+        with self.banks.lock:
+            self.banks.router.settle()
+            return self._record.snapshot()
 
     def close(self) -> None:
-        """Count the last step, save what was learned, give memory and files back; twice is harmless."""
+        """Count the last step, save what was learned, give memory and files back; twice is harmless.
+
+        In a forked child nothing of that is its own, and all of it stays the parent's.
+        """
         if self._is_closed:
             return
         self._is_closed = True
+        if self._pid != os.getpid():
+            return
         try:
-            self.banks.router.settle()
-            self._record.save()
+            self._settle_last()
+            self._record.save(self.banks.lock)
         finally:
             self.banks.close()
+
+    def _settle_last(self) -> None:
+        """A device that has failed takes the last counts with it, and not those that were read before."""
+        try:
+            with self.banks.lock:
+                self.banks.router.settle()
+        except RuntimeError as error:
+            logger.warning("the last counts cannot be read: %s", error)
 
     def _after_update(self, update: Update) -> None:
         if self._record.is_save_due:

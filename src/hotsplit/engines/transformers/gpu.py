@@ -305,7 +305,7 @@ def _subject(module: Any, *, layer_id: int, banks: DeviceBanks, model: OnGpu, re
     exactly = {name: (shape, torch.float32) for name, (shape, _) in layer.parameters.items()}
 
     def stored(expert: int) -> Tensors:
-        buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+        buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8, device="cpu")
         view = buffer.numpy().data
         for span in source.spans(layer_id, expert):
             target = view[span.row_offset : span.row_offset + span.num_bytes]

@@ -33,7 +33,7 @@ from hotsplit.engines.transformers.steps import Steps, drive
 from hotsplit.errors import UnsupportedEngineError
 from hotsplit.host.budget import require_gpu_memory, require_memory
 from hotsplit.notices import Notice
-from hotsplit.plan.checkpoint import read_headers, require_loadable
+from hotsplit.plan.checkpoint import Checkpoint, read_headers, require_loadable
 from hotsplit.plan.choose import PlanChoice, PlanRequest, choose_plan, needed_bytes
 from hotsplit.plan.planner import PlanOptions
 from hotsplit.plan.rebalance import RebalanceOptions, thrash_notice
@@ -75,7 +75,8 @@ def load(  # noqa: PLR0913 - what a user may ask for, all of it by name
         model: A local folder with safetensors files, or a hub id.
         hot_gib: Hot budget in GiB. None on a CPU for the memory that is available, less a reserve and the dense weights;
             on a GPU for what stock transformers would keep of the model there.
-        device: "cpu", "cuda" or "cuda:1"; None for an NVIDIA GPU where torch sees one, else the CPU.
+        device: "cpu", "cuda" or "cuda:1"; None for an NVIDIA GPU with memory of its own where torch sees one,
+            else the CPU.
         force: Use a plan or histogram of another model all the same.
         run_when_fits: Run hotsplit's banks even where every expert fits (to count traffic, or to compare).
         model_kwargs: Passed to transformers' from_pretrained (dtype, attn_implementation, ...).
@@ -126,27 +127,34 @@ def load_with(  # noqa: PLR0913 - the same
         model_kwargs: As in load().
         on_progress: As in load().
     """
-    kwargs, place = _checked_kwargs(model_kwargs or {}), place_of(device)
-    folder = model_folder(model)
-    checkpoint = read_headers(folder)
-    require_loadable(checkpoint)
-    if config.enable is False:
-        _say(Notice(name="off", text="hotsplit is off (HOTSPLIT_ENABLE=0): running stock transformers", strict=False))
-        return _load_stock(folder, kwargs, place=place)
-    given = [f"{name}={value} ({origin})" for name, value, origin in config.rows() if origin != "default"]
-    logger.info("settings: %s; all others default", ", ".join(given) or "none given")
-    if place is not None:
-        gpu.require_kernel(config)
-    for notice in [*_idle_settings(config), *(cpu.idle_on_cpu(config) if place is None else gpu.idle_on_gpu(config))]:
-        _say(notice)
-    with MODEL_LOCK:
-        opened = open_model(folder, checkpoint=checkpoint, sizes=expert_sizes(checkpoint), kwargs=kwargs)
-    asked = _Asked(config=config, kwargs=kwargs, force=force, run_when_fits=run_when_fits, on_progress=on_progress)
-    loaded = _on_cpu(opened, asked=asked) if place is None else _on_gpu(gpu.on_gpu(place, opened=opened), asked=asked)
-    if loaded is None:
-        return _load_stock(folder, kwargs, place=place)
-    _report(loaded.hotsplit)
-    return loaded
+    # Whatever a caller's own code runs under: rows are made on the CPU, and counters are written to between two steps.
+    with torch.device("cpu"), torch.inference_mode(mode=False):
+        kwargs, place = _checked_kwargs(model_kwargs or {}), place_of(device)
+        folder = model_folder(model)
+        checkpoint = read_headers(folder)
+        require_loadable(checkpoint)
+        if config.enable is False:
+            place = _stock_place(place, is_given=device is not None, checkpoint=checkpoint, config=config)
+            return _load_stock(folder, kwargs, place=place)
+        given = [f"{name}={value} ({origin})" for name, value, origin in config.rows() if origin != "default"]
+        logger.info("settings: %s; all others default", ", ".join(given) or "none given")
+        if place is not None:
+            gpu.require_kernel(config)
+        for notice in [
+            *_idle_settings(config),
+            *(cpu.idle_on_cpu(config) if place is None else gpu.idle_on_gpu(config)),
+        ]:
+            _say(notice)
+        with MODEL_LOCK:
+            opened = open_model(folder, checkpoint=checkpoint, sizes=expert_sizes(checkpoint), kwargs=kwargs)
+        asked = _Asked(config=config, kwargs=kwargs, force=force, run_when_fits=run_when_fits, on_progress=on_progress)
+        loaded = (
+            _on_cpu(opened, asked=asked) if place is None else _on_gpu(gpu.on_gpu(place, opened=opened), asked=asked)
+        )
+        if loaded is None:
+            return _load_stock(folder, kwargs, place=place)
+        _report(loaded.hotsplit)
+        return loaded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,7 +228,11 @@ def _idle_settings(config: HotsplitConfig) -> Iterator[Notice]:
     """Settings that were given and have nothing to act on here: silence would look like obedience."""
     idle = {
         "dyn_max_swaps": (not config.dynamic, "nothing swaps in static mode"),
-        "dyn_margin": (not config.dynamic, "nothing swaps in static mode"),
+        "dyn_margin": (
+            not config.dynamic or config.dyn_schedule == "adaptive",
+            "the adaptive schedule has no margin" if config.dynamic else "nothing swaps in static mode",
+        ),
+        "dyn_schedule": (not config.dynamic, "nothing swaps in static mode"),
         "dyn_half_life": (not config.dynamic, "nothing swaps in static mode"),
         "objective": (config.plan is not None, "a plan file is used as it is"),
     }
@@ -255,6 +267,21 @@ def _choose(sizes: ExpertSizes, *, asked: _Asked, budget: int) -> PlanChoice:
     return choose_plan(sizes, request=request)
 
 
+def _stock_place(
+    place: GpuPlace | None, *, is_given: bool, checkpoint: Checkpoint, config: HotsplitConfig
+) -> GpuPlace | None:
+    """Where a model runs that shall not be split: on a GPU that nobody asked for only where it fits there, which is said."""
+    text = "hotsplit is off (HOTSPLIT_ENABLE=0): running stock transformers"
+    if place is not None and not is_given:
+        needed = sum(info.nbytes for info in checkpoint.tensors.values())
+        free = place.memory().free_bytes - config.vram_reserve_bytes
+        if needed > free:
+            text = f"{text} on the CPU, since {place.device} has {gib(max(0, free))} free for {gib(needed)}"
+            place = None
+    _say(Notice(name="off", text=text, strict=False))
+    return place
+
+
 def _load_stock(folder: Path, kwargs: Mapping[str, Any], *, place: GpuPlace | None) -> Any:
     import transformers
 
@@ -285,7 +312,12 @@ def _bank_options(sizes: ExpertSizes, *, config: HotsplitConfig) -> BankOptions:
 
 
 def _rebalance(config: HotsplitConfig) -> RebalanceOptions:
-    return RebalanceOptions(half_life=config.dyn_half_life, margin=config.dyn_margin, max_swaps=config.dyn_max_swaps)
+    return RebalanceOptions(
+        half_life=config.dyn_half_life,
+        margin=config.dyn_margin,
+        max_swaps=config.dyn_max_swaps,
+        schedule=config.dyn_schedule,
+    )
 
 
 @contextmanager

@@ -93,7 +93,7 @@ def _in_phase(value: torch.Tensor, *, phase: int) -> torch.Tensor:
     """
     if value.dtype != torch.float32 or value.ndim < 2 or value.data_ptr() % ROW_ALIGN == phase:
         return value
-    buffer = torch.empty(value.numel() + ROW_ALIGN // value.itemsize, dtype=value.dtype)
+    buffer = torch.empty(value.numel() + ROW_ALIGN // value.itemsize, dtype=value.dtype, device=value.device)
     start = (phase - buffer.data_ptr()) % ROW_ALIGN // value.itemsize
     return buffer[start : start + value.numel()].view(value.shape).copy_(value)
 

@@ -6,6 +6,7 @@ The first decision of load(): `device -> place`. Everything that differs by it f
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ import torch
 from hotsplit.bank.device_banks import DeviceParts, ExpertsKernel
 from hotsplit.bank.device_memory import DeviceMemory, device_memory
 from hotsplit.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +37,8 @@ def place_of(device: str | torch.device | None) -> GpuPlace | None:
     """The place that a user asked for.
 
     Args:
-        device: "cpu", "cuda", "cuda:1" or such; None for a CUDA GPU where torch sees one, else the CPU.
+        device: "cpu", "cuda", "cuda:1" or such; None for a CUDA GPU with memory of its own where torch sees one, else the
+            CPU.
 
     Returns:
         The GPU; None for the CPU.
@@ -43,7 +47,7 @@ def place_of(device: str | torch.device | None) -> GpuPlace | None:
         ConfigError: No such device, or none that hotsplit has rows for.
     """
     if device is None:
-        return gpu_place(torch.cuda.current_device()) if has_cuda() else None
+        return _own_choice() if has_cuda() else None
     try:
         wanted = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -55,10 +59,27 @@ def place_of(device: str | torch.device | None) -> GpuPlace | None:
     if not has_cuda():
         raise _no_device(device, got=_why_no_cuda())
     number = torch.cuda.device_count()
-    index = wanted.index if ":" in str(wanted) else torch.cuda.current_device()
-    if index >= number:
+    index = _index_of(device, wanted=wanted)
+    if not 0 <= index < number:
         raise _no_device(device, got=f"{number} CUDA device{'s' if number > 1 else ''}")
     return gpu_place(index)
+
+
+def _own_choice() -> GpuPlace | None:
+    """The current GPU, or the first other one where that is integrated: it has no memory to split from the host's."""
+    current = torch.cuda.current_device()
+    for index in sorted(range(torch.cuda.device_count()), key=lambda index: index != current):
+        if not torch.cuda.get_device_properties(index).is_integrated:
+            return gpu_place(index)
+        logger.info("cuda:%d is passed over: it is integrated, and its memory is the host's", index)
+    return None
+
+
+def _index_of(device: str | torch.device, *, wanted: torch.device) -> int:
+    """The number as it was written: torch keeps eight bits of it, and "cuda:256" would be the first device."""
+    if ":" not in str(device):
+        return torch.cuda.current_device()
+    return int(device.partition(":")[2]) if isinstance(device, str) else int(wanted.index)
 
 
 def has_cuda() -> bool:

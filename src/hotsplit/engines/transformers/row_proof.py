@@ -106,13 +106,13 @@ class _Truth:
             {n: t.double() for n, t in _in_float32(subject.form.convert(subject.stored(e)), form=subject.form).items()}
             for e in experts
         ]
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
         hidden_dim = subject.form.tensors["down"][0][0]
-        tokens = torch.randn(_NUM_TOKENS, hidden_dim, generator=generator, dtype=torch.float32)
+        tokens = torch.randn(_NUM_TOKENS, hidden_dim, generator=generator, dtype=torch.float32, device="cpu")
         self.tokens = _tamed(tokens.to(subject.dtype), fields=self._fields, form=subject.form)
         """[T, D], of the type that serves."""
-        self.weights = torch.rand(_NUM_TOKENS, len(experts), generator=generator, dtype=torch.float32)
-        ids = torch.tensor(experts).expand(_NUM_TOKENS, -1).contiguous()
+        self.weights = torch.rand(_NUM_TOKENS, len(experts), generator=generator, dtype=torch.float32, device="cpu")
+        ids = torch.tensor(experts, device="cpu").expand(_NUM_TOKENS, -1).contiguous()
         with torch.no_grad():
             self._outputs = stock_forward(
                 subject.module, prepared=prepared, trial=(self.tokens.double(), ids, self.weights.double())
@@ -121,7 +121,7 @@ class _Truth:
     def share(self, rows: ExpertRows, *, tokens: torch.Tensor, kernel: ExpertsKernel, device: torch.device) -> float:
         """The largest error of a kernel, as a share of the bound."""
         num_tokens = len(tokens)
-        row_ids = torch.arange(len(self._experts)).expand(num_tokens, -1).contiguous()
+        row_ids = torch.arange(len(self._experts), device="cpu").expand(num_tokens, -1).contiguous()
         found = kernel(
             tokens.to(device),
             row_ids=row_ids.to(device),
@@ -154,7 +154,7 @@ def _expert_bound(
     inner = activated(products, rows=shape)
     moved = torch.zeros_like(inner)
     for signs in itertools.product((-1.0, 1.0), repeat=2 if shape.has_gate else 1):
-        sign = torch.tensor(signs, dtype=torch.float64).repeat_interleave(inner.shape[1])
+        sign = torch.tensor(signs, dtype=torch.float64, device="cpu").repeat_interleave(inner.shape[1])
         moved = torch.maximum(moved, (activated(products + sign * moves, rows=shape) - inner).abs())
     inner_error = moved + (unit + _ACTIVATION * _FLOAT32) * inner.abs()
     down = fields["down"].abs()

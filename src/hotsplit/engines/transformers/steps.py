@@ -83,7 +83,7 @@ class Steps:
         """
         now = self._generation
         before = now.end_ids, now.is_speculative, now.has_ended, now.num_steps
-        now.end_ids, now.is_speculative = torch.tensor(sorted(end_ids), dtype=torch.int64), is_speculative
+        now.end_ids, now.is_speculative = torch.tensor(sorted(end_ids), dtype=torch.int64, device="cpu"), is_speculative
         now.has_ended, now.num_steps = None, 0
         try:
             yield
@@ -99,13 +99,15 @@ class Steps:
         num_new, has_past = int(tokens.shape[1]), self._has_past(kwargs)
         is_decode = num_new == 1 or (has_past and self._generation.is_speculative)
         is_padding = self._masked(kwargs.get("attention_mask", args[1] if len(args) > 1 else None), num_new=num_new)
+        if is_padding is not None:  # transformers moves a mask itself, and takes one that lies on the CPU
+            is_padding = None if _is_empty(is_padding) else is_padding.to(self._banks.device)
         if not has_past:
             self._generation.has_ended = None
         elif num_new == 1 and input_ids is not None and (ended := self._ended(input_ids)) is not None:
             is_padding = ended if is_padding is None else is_padding | ended
         phase: Phase = "decode" if is_decode else "prefill"
         # On a GPU a mask without padding is handed on as well: whether there is any only the device knows.
-        if is_padding is None or (is_padding.device.type == "cpu" and not bool(is_padding.any())):
+        if is_padding is None or _is_empty(is_padding):
             return phase, None
         return phase, is_padding.reshape(-1)
 
@@ -143,6 +145,11 @@ class Steps:
             ended = ended | now.has_ended
         now.has_ended = ended
         return ended
+
+
+def _is_empty(is_padding: torch.Tensor) -> bool:
+    """Whether a mask is known to mark nothing."""
+    return is_padding.device.type == "cpu" and not bool(is_padding.any())
 
 
 def drive(model: Any, *, steps: Steps) -> None:

@@ -131,7 +131,9 @@ def _wrapped_start(stock_initialize: Any, *, environ: MutableMapping[str, str]) 
     def determine_available_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Let vLLM profile a step, then see what it has found for its KV cache."""
         num_bytes = self.worker.determine_available_memory(*args, **kwargs)
-        sessions.required().memory_watch.look_at_kv_cache(num_bytes, vllm_config=self.vllm_config)
+        session = sessions.required()
+        with session.closed_on_error():
+            session.memory_watch.look_at_kv_cache(num_bytes, vllm_config=self.vllm_config)
         return num_bytes
 
     @functools.wraps(stock_initialize)
@@ -142,7 +144,9 @@ def _wrapped_start(stock_initialize: Any, *, environ: MutableMapping[str, str]) 
     def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Warm up, then see whether the reserve has been kept."""
         result = self.worker.compile_or_warm_up_model(*args, **kwargs)
-        sessions.required().memory_watch.require_reserve()
+        session = sessions.required()
+        with session.closed_on_error():
+            session.memory_watch.require_reserve()
         return result
 
     return load_model, determine_available_memory, initialize_from_config, compile_or_warm_up_model

@@ -120,7 +120,10 @@ class Prepared:
         """Margin, swaps, half-life."""
         config = self.config
         return RebalanceOptions(
-            half_life=config.dyn_half_life, margin=config.dyn_margin, max_swaps=config.dyn_max_swaps
+            half_life=config.dyn_half_life,
+            margin=config.dyn_margin,
+            max_swaps=config.dyn_max_swaps,
+            schedule=config.dyn_schedule,
         )
 
     @property

@@ -170,6 +170,20 @@ def require_room(
     return require_disk(config.bank_path, needed=rows.cold_bytes, ranks=num_ranks)
 
 
+def require_stages(expert_bytes: int, *, num_ranks: int) -> None:
+    """In two banks all experts lie in host memory once, while they are loaded: refuse it where they do not fit.
+
+    Args:
+        expert_bytes: Of one rank.
+        num_ranks: Ranks of this host.
+
+    Raises:
+        BudgetError: They do not.
+    """
+    demand = HostDemand(items={"all experts, while they are loaded into two banks": expert_bytes})
+    require_host(demand, ranks=num_ranks, limits=memory_limits())
+
+
 def _is_quantised_while_loading(sizes: ExpertSizes, *, vllm_config: Any) -> bool:
     """Whether dense weights will be smaller than the checkpoint's, by vLLM's --quantization."""
     return sizes.quantisation is None and getattr(vllm_config.model_config, "quantization", None) is not None
@@ -270,7 +284,11 @@ def idle_settings(config: HotsplitConfig, *, device_type: str) -> list[Notice]:
         "bank_dir": (is_gpu, "cold rows lie in memory that the GPU reads, and in no file"),
         "kernel": (True, "vLLM's own kernels compute the experts"),
         "dyn_max_swaps": (not config.dynamic, "nothing swaps in static mode"),
-        "dyn_margin": (not config.dynamic, "nothing swaps in static mode"),
+        "dyn_margin": (
+            not config.dynamic or config.dyn_schedule == "adaptive",
+            "the adaptive schedule has no margin" if config.dynamic else "nothing swaps in static mode",
+        ),
+        "dyn_schedule": (not config.dynamic, "nothing swaps in static mode"),
         "dyn_half_life": (not config.dynamic, "nothing swaps in static mode"),
         "objective": (config.plan is not None, "a plan file is used as it is"),
     }

@@ -25,12 +25,12 @@ import torch
 from hotsplit.bank.range_banks import RangeBankOptions, RangeBanks
 from hotsplit.bank.range_rows import RangeRows
 from hotsplit.bank.record import Record, RunFacts
-from hotsplit.bank.route import Phase
 from hotsplit.bank.rows import LayerRows
-from hotsplit.engines.vllm import announce, refusals, tuned
+from hotsplit.engines.vllm import announce, refusals, room, tuned
 from hotsplit.engines.vllm.backends import Backend, BackendOptions, open_backend
 from hotsplit.engines.vllm.memory_watch import MemoryWatch
 from hotsplit.engines.vllm.planning import Prepared
+from hotsplit.engines.vllm.scheduled import padding_mask, phase_of
 from hotsplit.engines.vllm.selector import decoder_index, is_other_stack, match_layers, require_real
 from hotsplit.engines.vllm.selftest import Prover
 from hotsplit.engines.vllm.teller import Teller
@@ -114,7 +114,8 @@ class Session:
         self._teller: Teller | None = None
         self._prover = Prover()
         self._watch: LoadWatch | None = None
-        self._thread = threading.get_ident()
+        self._entered = threading.local()
+        self._entered.is_told = True
         self._watch_of_memory: MemoryWatch | None = None
         self._has_warned = False
         self.is_closed = False
@@ -153,29 +154,34 @@ class Session:
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """Around vLLM's load: ranges before it, banks after it; a load that fails leaves nothing behind."""
-        if self.is_stock:
-            yield
-            return
-        stage, config = self._prepared.stage, self._prepared.config
-        device_type = self._prepared.place.device_type
-        options = BackendOptions(
-            bank_dir=config.bank_path,
-            numa_policy=config.numa_policy,
-            cold_bytes=self._prepared.room.cold_bytes,
-            huge_pages=HUGE_PAGES,
-        )
-        self._backend = open_backend(device_type, options=options)
-        self._rows = self._prepared.rows
-        self._memory = RangeRows(self._rows, memory=self._backend.memory)
-        total = self._prepared.expert_bytes
         try:
-            with LoadWatch("experts", total_bytes=total, num_layers=len(stage.layers)) as self._watch:
+            if self.is_stock:
+                yield
+                return
+            self._open()
+            total, num_layers = self._prepared.expert_bytes, len(self._prepared.stage.layers)
+            with LoadWatch("experts", total_bytes=total, num_layers=num_layers) as self._watch:
                 yield
             self._start()
         except BaseException:
             self.is_closed = True
             self._give_back()
             raise
+
+    def _open(self) -> None:
+        """The memory of this worker, and the rows in it."""
+        prepared, config = self._prepared, self._prepared.config
+        options = BackendOptions(
+            bank_dir=config.bank_path,
+            numa_policy=config.numa_policy,
+            cold_bytes=prepared.room.cold_bytes,
+            huge_pages=HUGE_PAGES,
+        )
+        self._backend = open_backend(prepared.place.device_type, options=options)
+        if self._backend.memory.num_banks > 1:
+            room.require_stages(prepared.expert_bytes, num_ranks=prepared.place.num_local)
+        self._rows = prepared.rows
+        self._memory = RangeRows(self._rows, memory=self._backend.memory)
 
     def claim(self, layer_name: str, *, moe_config: Any) -> Claim | None:
         """Which rows a layer gets; None for one that is left alone.
@@ -231,7 +237,7 @@ class Session:
         Returns:
             Row ids, [T, K].
         """
-        is_padding = _padding_mask()
+        is_padding = padding_mask()
         if is_padding is None and topk_ids.device.type != "cpu":
             self._warn_of_padding()
         return self.banks.route(self._claims[layer_name].layer_id, topk_ids, is_padding=is_padding)
@@ -262,9 +268,9 @@ class Session:
 
     def _enter_thread(self) -> None:
         """An engine in its user's process runs in whichever thread calls it; a driver wants to be told."""
-        if self._thread != threading.get_ident() and self._backend is not None:
+        if not getattr(self._entered, "is_told", False) and self._backend is not None:
             self._backend.enter_thread()
-            self._thread = threading.get_ident()
+            self._entered.is_told = True  # of the thread itself: its number may be another's later
 
     @property
     def memory_watch(self) -> MemoryWatch:
@@ -278,6 +284,15 @@ class Session:
                 hot_bytes=lambda: self.banks.rows.hot_bytes,
             )
         return self._watch_of_memory
+
+    @contextlib.contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Around a check that may refuse to start: it leaves nothing behind, so that a smaller budget can be tried."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Save what was learned, stop the copies, give memory back; twice is harmless."""
@@ -371,28 +386,8 @@ class Session:
         return True
 
 
-def phase_of(scheduler_output: Any) -> Phase:
-    """Decode, unless a request computes more than one token and those drafted for it.
-
-    Args:
-        scheduler_output: vLLM's.
-    """
-    drafted = scheduler_output.scheduled_spec_decode_tokens
-    for request, num_tokens in scheduler_output.num_scheduled_tokens.items():
-        if num_tokens > 1 + len(drafted.get(request, ())):
-            return "prefill"
-    return "decode"
-
-
 def _tensors_of(modules: Sequence[Any]) -> Iterator[tuple[str, tuple[int, str]]]:
     """Path, number of elements and device type of every weight of the experts."""
     for module in modules:
         for name, parameter in module.named_parameters(recurse=False):
             yield f"{module.layer_name}.{name}", (parameter.numel(), parameter.device.type)
-
-
-def _padding_mask() -> torch.Tensor | None:
-    """The engine's own mask, [T], bool, of the forward under way."""
-    from vllm.forward_context import get_forward_context, is_forward_context_available
-
-    return get_forward_context().is_padding if is_forward_context_available() else None

@@ -39,7 +39,7 @@ class PlainMemory:
 class Machine:
     """Rows that name their expert, and banks over them."""
 
-    def __init__(self, *, dyn_steps=2):
+    def __init__(self, *, dyn_steps=2, dynamic=True):
         self.driver = FakeDriver()
         memory = cuda_memory(self.driver, host=Location(kind="host_numa"), tensor_at=cpu_tensor)
         self.waits = 0
@@ -55,7 +55,7 @@ class Machine:
         self.streams = SimStreams(PlainMemory(), num_chunks=2)
         device = CudaDevice(device=torch.device("cpu"), streams=self.streams, driver=self.streams, kernels=reference)
         options = RangeBankOptions(
-            top_k=TOP_K, dyn_steps=dyn_steps, rebalance=RebalanceOptions(half_life=1.0, margin=1.0)
+            top_k=TOP_K, dynamic=dynamic, dyn_steps=dyn_steps, rebalance=RebalanceOptions(half_life=1.0, margin=1.0)
         )
         self.banks = RangeBanks(self.rows, layers=LAYERS, prior=None, options=options, device=device)
 
@@ -121,6 +121,19 @@ def test_nothing_is_enqueued_or_asked_while_a_graph_is_captured():
     machine.banks.tick()
     assert not torch.equal(before, machine.banks.router.row_map), "there was something to publish"
     machine.run_streams()
+    machine.close()
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_static_experts_ask_nothing_during_a_capture_either(dynamic, monkeypatch):
+    machine = Machine(dynamic=dynamic)
+    asked = []
+    monkeypatch.setattr(machine.banks.router, "flush", lambda: asked.append("flush"))
+    with machine.streams.capture():
+        machine.banks.tick()
+    assert [] == asked
+    machine.banks.tick()
+    assert ["flush"] == asked
     machine.close()
 
 

@@ -172,7 +172,7 @@ def test_nothing_is_held_after_a_run(tmp_path):
 @pytest.mark.parametrize(
     ("only", "call", "nth"),
     [
-        ("backing", "cuMemcpyAsync", 1),
+        ("backing", "cuMemcpyAsync", 3),
         ("backing", "cuMemUnmap", 6),
         ("dma", "cuMemcpyAsync", 5),
         ("hot_reads", "cuMemMap", 8),

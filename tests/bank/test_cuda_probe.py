@@ -9,6 +9,7 @@ import torch
 
 from hotsplit.bank import cuda_probe
 from hotsplit.bank.cuda_probe import Probe, choose_backing, summing_rate
+from hotsplit.bank.cuda_ranges import CudaRange
 from hotsplit.bank.driver import Location
 from hotsplit.bank.fake_driver import NOTHING, FakeDriver, FakeMachine
 from hotsplit.bank.tensor_at import cpu_tensor
@@ -125,6 +126,27 @@ def test_support_on_paper_is_not_enough():
     found = chosen(machine=without("host_numa", attributes=paper))
     assert "host" == found.backing
     assert "CUDA_ERROR_NOT_SUPPORTED" in found.reason
+
+
+def test_an_error_of_torch_on_such_memory_turns_it_down_and_is_told():
+    def broken(address, *, num_bytes):
+        tensor = cpu_tensor(address, num_bytes=num_bytes)
+        found = driver.location_at(address + num_bytes - 1)
+        if found is not None and found.kind == "host_numa":
+            raise RuntimeError("CUDA error: invalid argument\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1")
+        return tensor
+
+    driver = FakeDriver(FakeMachine(granularity=PAGES))
+    found = choose_backing(driver, probe=probe_of(driver, tensor_at=broken), placement=ON_NODE)
+    assert ("host", "host_numa was turned down: CUDA error: invalid argument") == (found.backing, found.reason)
+    assert driver.held == NOTHING
+
+
+def test_copies_that_do_not_arrive_turn_memory_down(monkeypatch):
+    monkeypatch.setattr(CudaRange, "copy_row", lambda *_, **__: None)
+    found = chosen()
+    assert "two_banks" == found.backing
+    assert "got other bytes after the driver's copy" in found.reason
 
 
 def test_bind_takes_no_memory_that_names_no_node():

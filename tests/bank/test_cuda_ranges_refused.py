@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+
 import pytest
 import torch
 
@@ -174,6 +177,27 @@ def test_memory_that_does_not_suffice_is_one_clear_error(machine, message):
     driver = FakeDriver(machine)
     with pytest.raises(BankError, match=message):
         made(driver, shape=(5, 7 * MIB), num_fast=2)
+    assert driver.held == NOTHING
+
+
+def test_a_full_device_is_asked_again_when_others_have_given_back_what_they_cache():
+    driver, given = FakeDriver(), []
+    driver.fail(1, call="cuMemCreate")
+    memory = dataclasses.replace(memory_of(driver), give_back=lambda: given.append("back"))
+    with contextlib.closing(CudaRange(shape=(5, 7 * MIB), dtype=torch.uint8, num_fast=2, memory=memory)):
+        assert ["back"] == given
+    assert driver.held == NOTHING
+
+
+@pytest.mark.parametrize("ordinal", [2, 3])
+def test_a_full_host_and_a_device_that_stays_full_are_errors(ordinal):
+    driver, given = FakeDriver(FakeMachine(device_bytes=0 if ordinal == 2 else 1 << 30)), []
+    if ordinal == 3:
+        driver.fail(2, call="cuMemCreate")
+    memory = dataclasses.replace(memory_of(driver), give_back=lambda: given.append("back"))
+    with pytest.raises(BankError, match="host memory" if ordinal == 3 else "GPU memory"):
+        CudaRange(shape=(5, 7 * MIB), dtype=torch.uint8, num_fast=2, memory=memory)
+    assert (["back"] if ordinal == 2 else []) == given
     assert driver.held == NOTHING
 
 

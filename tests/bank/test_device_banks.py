@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import os
@@ -328,102 +327,53 @@ def test_a_row_that_reads_otherwise_than_its_file_is_refused(build, monkeypatch,
         build(num_banks=num_banks)
 
 
-def test_progress_ends_at_all_bytes(source, build):
-    seen = []
-    machine = Machine()
-    banks = DeviceBanks(
+def banks_of(source, machine, *, dynamic=False, on_progress=None, **kit):
+    """Banks that no fixture closes, over a kit with other parts."""
+    return DeviceBanks(
         FormedExperts(source=source, forms=(FORM, FORM)),
         hot=HOT,
         prior=None,
-        options=BankOptions(top_k=TOP_K, dynamic=False),
-        parts=machine.parts,
-        on_progress=lambda done, total: seen.append((done, total)),
+        options=BankOptions(top_k=TOP_K, dynamic=dynamic),
+        parts=dataclasses.replace(machine.parts, kit=dataclasses.replace(machine.parts.kit, **kit)),
+        on_progress=on_progress,
     )
+
+
+def test_progress_ends_at_all_bytes(source):
+    seen = []
+    banks = banks_of(source, Machine(), on_progress=lambda done, total: seen.append((done, total)))
     banks.close()
     assert 2 * E == len(seen)
     assert seen[-1][0] == seen[-1][1] == 2 * E * source.layouts[0].num_bytes
 
 
-class Current:
-    """The current device of a thread, as torch and the driver keep it."""
-
-    def __init__(self, monkeypatch):
-        self.device, self.seen = "the caller's", []
-        monkeypatch.setattr(DeviceBanks, "on_device", lambda banks: self.on_device())
-
-    @contextlib.contextmanager
-    def on_device(self):
-        before, self.device = self.device, "the banks'"
-        try:
-            yield
-        finally:
-            self.device = before
-
-    def make_current(self):
-        self.device = "the banks'"
-
-    def synchronise(self):
-        self.seen.append(self.device)
-
-
-def test_a_callers_current_device_stays_what_it_was(build, monkeypatch):
-    current, banks = Current(monkeypatch), build()
-    banks._kit = dataclasses.replace(banks._kit, make_current=current.make_current, synchronise=current.synchronise)
-    banks.tick()
-    assert "the caller's" == current.device
-    banks.close()
-    assert ("the caller's", ["the banks'"]) == (current.device, current.seen)
-
-
 def fails():
-    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    raise RuntimeError("CUDA error: an illegal memory access")
 
 
 def test_rows_of_a_device_that_failed_are_left_to_the_process(source, caplog):
     machine = Machine()
-    kit = dataclasses.replace(machine.parts.kit, synchronise=fails)
-    banks = DeviceBanks(
-        FormedExperts(source=source, forms=(FORM, FORM)),
-        hot=HOT,
-        prior=None,
-        options=BankOptions(top_k=TOP_K, dynamic=False),
-        parts=dataclasses.replace(machine.parts, kit=kit),
-    )
+    banks = banks_of(source, machine, synchronise=fails)
     held = machine.driver.held
     banks.close()
     assert held == machine.driver.held != NOTHING
-    assert ["memory of the rows goes with the process: CUDA error: an illegal memory access was encountered"] == (
-        caplog.messages
-    )
+    assert ["memory of the rows goes with the process: CUDA error: an illegal memory access"] == caplog.messages
 
 
-def test_a_device_that_fails_while_rows_are_filled_is_the_error_that_is_told(source, monkeypatch):
+def test_a_device_that_fails_while_rows_are_filled_hides_no_error(source, monkeypatch):
     machine = Machine()
     monkeypatch.setattr(device_fill, "_write", lambda *args, **kwargs: {}["the copy"])
     with pytest.raises(KeyError, match="the copy"):
-        DeviceBanks(
-            FormedExperts(source=source, forms=(FORM, FORM)),
-            hot=HOT,
-            prior=None,
-            options=BankOptions(top_k=TOP_K, dynamic=False),
-            parts=dataclasses.replace(machine.parts, kit=dataclasses.replace(machine.parts.kit, synchronise=fails)),
-        )
+        banks_of(source, machine, synchronise=fails)
     assert NOTHING != machine.driver.held
 
 
 def test_a_forked_child_closes_nothing_of_its_parents(source, monkeypatch):
     machine = Machine()
-    banks = DeviceBanks(
-        FormedExperts(source=source, forms=(FORM, FORM)),
-        hot=HOT,
-        prior=None,
-        options=BankOptions(top_k=TOP_K, dynamic=True),
-        parts=machine.parts,
-    )
+    banks = banks_of(source, machine, dynamic=True)
     held, num_calls = machine.driver.held, len(machine.driver.calls)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: -1)
-        banks.close()
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    banks.close()
     assert (held, num_calls) == (machine.driver.held, len(machine.driver.calls))
 
 
@@ -431,5 +381,5 @@ def test_rows_and_their_map_are_made_where_they_belong_whatever_the_default_devi
     with torch.device("meta"):
         banks = build(dynamic=True)
         held = banks.expert(1, 2)
-        assert [[True] * 6] != banks.router.hot_mask().tolist()
+        assert 3 == banks.router.hot_mask()[1].sum()
     assert all(torch.equal(value, held[name]) for name, value in expert_of(source, 1, 2).items())

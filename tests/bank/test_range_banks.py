@@ -304,15 +304,30 @@ def test_copied_ids_may_be_written_over_before_the_step_ends(make, copies_ids, e
 
 def test_the_lock_is_held_while_counters_change_and_not_while_a_step_runs(make):
     bank = make(dyn_steps=1)
-    lock, seen = bank.banks.lock, []
-    bank.banks.router.observers.append(lambda _: seen.append(("counted", lock.locked())))
-    bank.banks.live.on_update.append(lambda _: seen.append(("updated", lock.locked())))
+    seen = []
+
+    def is_held():
+        """Seen from another thread: the one that holds it may have it again."""
+        free = []
+
+        def look():
+            if bank.banks.lock.acquire(blocking=False):
+                bank.banks.lock.release()
+                free.append(True)
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        return not free
+
+    bank.banks.router.observers.append(lambda _: seen.append(("counted", is_held())))
+    bank.banks.live.on_update.append(lambda _: seen.append(("updated", is_held())))
     with bank.banks.step("decode"):
         bank.route(0, [[1, 2]])
-        seen.append(("running", lock.locked()))
+        seen.append(("running", is_held()))
     bank.banks.tick()
     assert [("running", False), ("counted", True), ("updated", True)] == seen
-    assert not lock.locked()
+    assert not is_held()
 
 
 def test_closing_gives_the_memory_back_and_twice_is_harmless(make):

@@ -82,3 +82,16 @@ def test_log_lines_wait_for_the_end_of_a_text_but_a_warning_does_not(capsys):
         assert "third\n" == capsys.readouterr().err
         logger.info("fourth")
     assert "fourth\n" == capsys.readouterr().err
+
+
+def test_what_a_terminal_would_obey_is_shown_instead(capsys):
+    name = "a\x1b[31m\x9b\x07"
+    console.table(name, columns=["name", name], rows=[[name, "1"]])
+    console.prose(name)
+    console.out.print(name)
+    console.note(name)
+    console.print_json({"name": name})
+    written = capsys.readouterr()
+    assert not {"\x1b", "\x9b", "\x07"} & set(written.out + written.err)
+    assert 5 == written.out.count("a\\x1b[31m\\x9b\\x07")
+    assert "a\\x1b[31m\\x9b\\x07\n" == written.err

@@ -158,3 +158,13 @@ def test_a_form_is_read_wherever_a_histogram_is_named(cli, counts, tiny_moe, tmp
         assert 0 == result.code, result.err
         plans.append(json.loads(result.out)["hash"])
     assert plans[0] == plans[1]
+
+
+def test_a_source_that_no_json_can_hold_is_one_clear_line(cli, counts, tmp_path):
+    value = json.loads(counts.read_text(encoding="utf-8"))
+    value["source"] = {"a": float("nan")}
+    file = tmp_path / "nan.json"
+    file.write_text(json.dumps(value), encoding="utf-8")
+    result = cli("convert", file, "--to", "hotsplit", "-o", tmp_path / "out.json")
+    assert "the histogram's source: got out of range float values" in result.refusal()
+    assert not (tmp_path / "out.json").exists()

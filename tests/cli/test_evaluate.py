@@ -86,8 +86,8 @@ def test_every_test_is_judged_by_itself(cli, plan, same, other):
     assert [None, None] == [test["drift"] for test in found["tests"]]
 
 
-def test_decode_and_prefill_are_judged_apart_and_decode_counts(cli, plan, counts, other, tmp_path):
-    decode, prefill = (load_histogram(path)[0].phases["decode"] for path in (counts, other))
+def test_decode_and_prefill_are_judged_apart_and_decode_counts(cli, plan, same, other, tmp_path):
+    decode, prefill = (load_histogram(path)[0].phases["decode"] for path in (same, other))
     both = Histogram(identity=TINY, phases={"decode": decode, "prefill": prefill})
     save_histogram(both, tmp_path / "both.json")
     found, _ = evaluated(cli, plan, "--counts", tmp_path / "both.json", "--strict", 1)
@@ -141,3 +141,21 @@ def test_domains_of_a_trace_are_tests(cli, shared_data, tmp_path):
         round(test["scores"][0]["hit_rate"], 3),
         round(test["scores"][0]["oracle_reachable"], 3),
     )
+
+
+def test_testing_on_the_plans_own_counts_is_told_without_train(cli, plan, counts):
+    _, err = evaluated(cli, plan, "--counts", counts)
+    assert "[test-is-train]" in err
+    assert "[test-is-train]" in cli("evaluate", plan, "--counts", counts, "--strict", 1).refusal()
+
+
+def test_counts_that_the_plan_was_not_made_from_are_told(cli, plan, same, other):
+    _, err = evaluated(cli, plan, "--counts", same, "--train", other)
+    assert 1 == err.count("[not-the-plans-counts]")
+    line = cli("evaluate", plan, "--counts", same, "--train", other, "--strict", 1).refusal()
+    assert "[not-the-plans-counts]" in line
+
+
+def test_test_is_another_name_of_counts(cli, plan, same, other):
+    found, _ = evaluated(cli, plan, "--test", same, "--counts", other)
+    assert [str(same), str(other)] == [test["name"] for test in found["tests"]]

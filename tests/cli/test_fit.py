@@ -141,6 +141,7 @@ def test_every_layer_is_shown_on_demand(cli, config):
         (("--vram-gib", -1, "--ram-gib", 1), "--vram-gib"),
         (("--vram-gib", "nan", "--ram-gib", 1), "--vram-gib"),
         (("--vram-gib", "1e300", "--ram-gib", 1), "--vram-gib"),
+        (("--vram-gib", 80e9, "--ram-gib", 1), "wanted 0 to 8,388,608 GiB; check the unit"),
         (("--vram-gib", 1, "--ram-gib", "a"), "--ram-gib"),
         (("--vram-gib", 1, "--ram-gib", "1,2"), "--ram-gib"),
         (("--vram-gib", 1, "--ram-gib", 1, "--numa", "x"), "--numa"),
@@ -172,3 +173,53 @@ def test_the_example_of_the_page_is_what_the_command_prints(cli, tmp_path):
     result = cli("fit", tmp_path / "deepseek-v3", *command.split()[3:])
     expected = [line.removeprefix("    ").rstrip() for line in shown.splitlines()]
     assert expected == [line.rstrip() for line in result.out.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "most"),
+    [("--gpus", 10**9, "4096"), ("--context", 10**400, "1000000000"), ("--concurrency", 10**400, "1000000")],
+)
+def test_more_than_any_machine_has_is_refused_with_the_limit(cli, config, option, value, most):
+    result = cli("fit", config(DEEPSEEK_V3), *MACHINE, option, value)
+    assert (2, "") == (result.code, result.out)
+    assert f"1<=x<={most}" in result.err
+
+
+@pytest.mark.parametrize(
+    ("claim", "match"),
+    [
+        ({"num_hidden_layers": 10**7}, "10000000 layers"),
+        ({"num_hidden_layers": 10**4, "num_experts": 10**4}, "10000 layers x 10000 experts"),
+        ({"hidden_size": 10**18}, "hidden_size"),
+        ({"hidden_size": 10**15}, "bytes of experts"),
+        ({"head_dim": 10**400}, "head_dim"),
+    ],
+)
+def test_numbers_that_no_model_has_are_one_clear_line(cli, config, claim, match):
+    assert match in cli("fit", config(QWEN3_30B | claim), *MACHINE).refusal()
+
+
+def test_a_json_file_of_another_kind_is_not_taken_for_a_dense_model(cli, config):
+    assert "is no model config" in cli("fit", config({"version": "1.0", "added_tokens": []}), *MACHINE).refusal()
+    assert "a dense model" in cli("fit", config({"model_type": "llama"}), *MACHINE).refusal()
+
+
+def test_a_hub_id_is_told_that_it_is_not_looked_up(cli):
+    line = cli("fit", "deepseek-v3-that-is-not-here", *MACHINE).refusal()
+    assert "hub ids are not looked up" in line
+    assert "index" in line
+
+
+def test_what_unknown_dense_weights_bound_is_marked_as_a_bound(cli, config):
+    arguments = (config(OLMOE), "--vram-gib", 8, "--ram-gib", 64, "--context", 4096)
+    text = " ".join(cli("fit", *arguments).out.split())
+    assert "uniform traffic reads at least " in text
+    most = fitted(cli, *arguments)["kv"]["most_tokens"]
+    assert 0 == most["least"]
+    assert f"beside the fewest hot rows at most {most['most']:,} fit" in text
+
+
+def test_a_model_that_does_not_fit_is_an_answer_and_no_failure(cli, config):
+    result = cli("fit", config(DEEPSEEK_V3), "--vram-gib", 8, "--ram-gib", 64, "--dense-gib", 4)
+    assert (0, True) == (result.code, result.out.rstrip().endswith("it does not fit"))
+    assert "exit code is 0" in " ".join(cli("fit", "--help").out.split())

@@ -182,6 +182,7 @@ def test_a_plan_without_a_model_needs_the_bytes_of_a_row(cli, counts, rates, tmp
     cli("plan", "--counts", counts, "--hot-fraction", 0.3, "-o", path)
     call = ("forecast", path, "--counts", counts, "--rates", rates)
     assert "pass --row-mib" in cli(*call).refusal()
+    assert "--row-mib: got 1e+300; wanted" in cli(*call, "--row-mib", 1e300).refusal(2)
     value = json.loads(cli(*call, "--row-mib", 18, "--json").out)
     assert 18 * 2**20 * (128 - 38) == value["cold_bank_bytes"]
 
@@ -325,3 +326,9 @@ def test_strict_refuses_doubtful_counts(refused, tmp_path):
     rows = {str(layer): [3] * 32 for layer in range(4)}
     (tmp_path / "flat.json").write_text(json.dumps({"live": {"decode": rows}, "meta": {"top_k": 4}}))
     assert "[flat-counts]" in refused("--strict", 1, counts=tmp_path / "flat.json")
+
+
+@pytest.mark.parametrize("option", [("--dense-gib", 1e300), ("--other-ms", 1e308), ("--cold-layer-us", 1e308)])
+def test_a_cost_that_no_machine_has_is_one_clear_line(cli, plan, counts, rates, option):
+    line = cli("forecast", plan, "--counts", counts, "--rates", rates, *option).refusal(2)
+    assert f"{option[0]}: got {option[1]!r}; wanted a finite number >= 0 and <= " in line

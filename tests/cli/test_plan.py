@@ -326,3 +326,11 @@ def test_more_stages_than_layers_are_refused(refused, counts, tiny_moe):
 def test_a_test_histogram_of_another_model_is_refused(refused, counts, write_counts, tmp_path):
     other = write_counts(tmp_path / "other.json", identity=replace(TINY, top_k=2))
     assert "top_k is 2, not 4" in refused("--counts", counts, "--hot-fraction", 0.3, "--test", other)
+
+
+def test_a_test_that_is_the_counts_is_told(cli, counts, tmp_path):
+    arguments = ("plan", "--counts", counts, "--hot-fraction", 0.3, "--test", counts, "-o", tmp_path / "plan.json")
+    line = cli(*arguments, "--strict", 1).refusal()
+    assert "[test-is-train]" in line
+    assert not (tmp_path / "plan.json").exists()
+    assert "[test-is-train]" in cli(*arguments).err

@@ -191,3 +191,28 @@ def test_a_plan_file_with_a_hostile_name_is_only_named(cli, counts, plan, tmp_pa
     save_plan(load_plan(plan), path)
     assert 0 == cli("report", path, "--counts", counts, "-o", tmp_path / "page.html").code
     assert b"<img" not in (tmp_path / "page.html").read_bytes()
+
+
+def test_a_test_that_the_plan_was_made_from_is_no_unseen_traffic(cli, counts, plan, tmp_path):
+    options = (plan, "--counts", counts, "--test", counts)
+    result = cli("report", *options, "-o", tmp_path / "page.html", "--json")
+    (found,) = json.loads(result.out)["plans"]
+    assert ("not-tested", None) == (found["verdict"], found["held_out"])
+    assert "[test-is-train]" in result.err
+    assert "[test-is-train]" in refused(cli, tmp_path / "strict.html", *options, "--strict", 1)
+
+
+def test_counts_that_the_plan_was_not_made_from_are_not_called_its_own(cli, write_counts, plan, tmp_path):
+    other = write_counts(tmp_path / "other.json", seed=3)
+    result = cli("report", plan, "--counts", other, "-o", tmp_path / "page.html", "--json")
+    assert "[not-the-plans-counts]" in result.err
+    placed = json.loads(result.out)["plans"][0]["summary"]["In fast memory"]
+    assert "of the traffic given, which the plan was not made from" in placed
+    assert "[not-the-plans-counts]" in refused(cli, tmp_path / "s.html", plan, "--counts", other, "--strict", 1)
+
+
+@pytest.mark.parametrize("experts", [16, 64])
+def test_a_run_of_another_model_is_refused(cli, counts, plan, tmp_path, experts):
+    folder = run_folder(tmp_path / "run", snapshot_of(load_plan(plan), counts=np.ones((4, experts))))
+    line = refused(cli, tmp_path / "page.html", plan, "--counts", counts, "--run", folder)
+    assert f"num_experts is {experts}, not 32" in line

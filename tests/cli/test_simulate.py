@@ -166,7 +166,7 @@ REFUSED = [
     ((*PLAN, "--sweep", "speed=3"), 2, "--sweep: got 'speed=3'; wanted NAME=V,V with one of dyn-schedule"),
     ((*PLAN, "--sweep", "dyn-steps=5,"), 2, "--sweep: got 'dyn-steps=5,'"),
     ((*PLAN, "--sweep", "dyn-steps=5,0"), 2, "dyn_steps (--dyn-steps): got '0'; wanted an integer >= 1"),
-    ((*PLAN, "--row-mib", 0), 2, "--row-mib: got 0.0; wanted a finite number > 0"),
+    ((*PLAN, "--row-mib", 0), 2, "--row-mib: got 0.0; wanted a number > 0"),
     ((*PLAN, "--rates", "absent.json"), 1, "rates absent.json: got no such file"),
     (("--plan-domain", "python", "--hot-gib", 0.0001), 1, "hot budget: got 9.99998e-05 GiB; wanted at least"),
 ]
@@ -215,3 +215,48 @@ def test_a_profile_of_the_bundled_model_can_be_replayed(cli, profiled):
     )
     assert 4 == len(found["runs"])
     assert 12 * (24 + 12) == found["runs"][0]["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--row-mib", 1e300), "--row-mib: got 1e+300; wanted a number > 0 and <= "),
+        (("--domain", "prose", "--steps", 10**20), "wanted an integer from 1 to 16777216"),
+        (("--sweep", "dyn-half-life=1e-320"), "wanted at least 0.001 updates"),
+    ],
+)
+def test_a_number_that_cannot_be_replayed_is_one_clear_line(cli, trace, more, said):
+    assert said in cli("simulate", trace, *PLAN, *more).refusal(2)
+
+
+@pytest.mark.parametrize(
+    "environment", [{"HOTSPLIT_HOT_GIB": "1"}, {"HOTSPLIT_PLAN": "no.json"}, {"HOTSPLIT_COUNTS": "no.json"}]
+)
+def test_an_option_beats_what_the_environment_says_otherwise(cli, trace, environment):
+    plain, beside = (answer(cli("simulate", trace, *PLAN, "--json", env=env)) for env in ({}, environment))
+    assert plain == beside
+
+
+def test_a_replay_without_an_update_says_so_and_what_to_try(cli, trace):
+    result = cli("simulate", trace, *PLAN, "--domain", "prose")
+    assert 0 == result.code, result.err
+    assert "dynamic: no update in 120 steps (every 2,000); try --dyn-steps 12." in " ".join(result.out.split())
+
+
+def test_a_domain_that_begins_anew_is_said_aloud(cli, trace):
+    result = cli("simulate", trace, *PLAN, "--domain", "prose", "--steps", 300, "--policy", "static")
+    assert "played 3 times over" in result.err
+    assert "[trace-repeated]" in result.err
+
+
+def test_a_swept_fraction_has_its_hot_experts_in_its_row(cli, trace):
+    plan = ("--plan-domain", "python", "--sweep", "hot-fraction=0.25,0.5", "--policy", "static")
+    result = cli("simulate", trace, *plan)
+    rows = [line.split() for line in result.out.splitlines() if line.startswith("static")]
+    assert [["hot-fraction=0.25", "8"], ["hot-fraction=0.5", "16"]] == [row[1:3] for row in rows]
+
+
+def test_a_sampled_policy_is_marked_in_its_row(cli, trace, monkeypatch):
+    monkeypatch.setattr("hotsplit.cli.simulating.sample_layers", lambda steps: (0,))
+    result = cli("simulate", trace, *PLAN, "--policy", "lru")
+    assert any(line.startswith("lru (1 of 2 layers) ") for line in result.out.splitlines())

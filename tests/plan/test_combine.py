@@ -134,3 +134,18 @@ def test_files_of_different_models_are_refused_by_the_field(rule):
 def test_weights_that_are_none_are_refused(weights):
     with pytest.raises(ConfigError):
         merge_shares([histogram_of(A), histogram_of(B)], weights=weights)
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_the_file_that_lacks_a_field_is_the_one_that_is_named(lacking):
+    parts = [replace(part, identity=replace(part.identity, model_type="toy")) for part in map(histogram_of, (A, B))]
+    parts[lacking] = replace(parts[lacking], identity=replace(parts[lacking].identity, model_type=None))
+    notices = add_counts(parts, names=["a.json", "b.json"])[1]
+    told = [notice.text for notice in notices if notice.name == "identity-not-compared"]
+    assert [f"{'ab'[lacking]}.json does not carry model_type: not compared"] == told
+
+
+def test_a_file_that_cannot_be_added_is_named():
+    parts = [histogram_of(A), replace(histogram_of(B), normalised=True)]
+    with pytest.raises(HistogramError, match="b.json: got normalised counts"):
+        add_counts(parts, names=["a.json", "b.json"])

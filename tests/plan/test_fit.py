@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotsplit.errors import ConfigError
-from hotsplit.plan.fit import Load, Machine, fit, host_bytes, kv_tokens, kv_tokens_per_gib
+from hotsplit.plan.fit import Load, Machine, fit, host_bytes, kv_token_range, kv_tokens, kv_tokens_per_gib
 from hotsplit.plan.kv import kv_cache
 from hotsplit.plan.weigh import Range, Weighed, exactly
 from model_configs import DEEPSEEK_V4, QWEN3_30B
@@ -168,3 +168,27 @@ def test_more_memory_or_a_shorter_context_never_fits_less(one, two, context):
     shorter = fit(MODEL, machine=machine(vram=small), load=replace(load, context=max(context // 2, 1))).placement
     for better in (more, shorter):
         assert less is None or better.hot_share >= less.hot_share
+
+
+def test_a_host_below_its_reserve_does_not_bind_where_nothing_is_cold():
+    found = fit(MODEL, machine=machine(vram=400_000, ram=(4,)), load=replace(LOAD, ram_reserve_bytes=8))
+    assert (True, ["fits-whole"]) == (found.fits, named(found))
+
+
+def test_a_host_below_its_reserve_is_told_so_and_not_offered_what_hot_rows_cannot_cure():
+    found = fit(MODEL, machine=machine(ram=(4,)), load=replace(LOAD, ram_reserve_bytes=8))
+    assert ["ram"] == named(found, binding=True)
+    text = found.findings[0].text
+    assert "--ram-reserve-gib" in text
+    assert "more per GPU for hot rows" not in text
+    assert "--ram-reserve-gib" not in fit(MODEL, machine=machine(ram=(159_000,)), load=LOAD).findings[0].text
+
+
+def test_a_range_of_dense_bytes_is_a_range_of_cache_tokens():
+    def tokens(most):
+        dense = Range(least=20_000, most=most)
+        return kv_token_range(replace(MODEL, dense=dense), machine=machine(vram=79_000), load=LOAD)
+
+    assert [exactly(1_750), Range(least=1_500, most=1_750), Range(least=0, most=1_750)] == [
+        tokens(most) for most in (20_000, 21_000, None)
+    ]

@@ -206,3 +206,11 @@ def test_a_plan_made_without_a_model_is_no_plan_for_one():
     plan, _ = plan_fraction(histogram_of(COUNTS, first_layer=3), fraction=0.5, options=PlanOptions())
     with pytest.raises(PlanMismatchError, match="made without a model"):
         require_plan_for(plan, SIZES)
+
+
+@pytest.mark.parametrize("name", ["tp", "pp"])
+def test_more_ranks_than_any_machine_has_are_refused(name):
+    content = json.loads(to_bytes(_plan()))
+    content["identity"][name] = 10**9
+    with pytest.raises(PlanError, match=f"identity.{name}: got 1000000000; wanted an integer from 1 to 65536"):
+        from_json(content, what="plan p.json")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hotsplit.errors import ConfigError, TraceError
 from hotsplit.plan.counters import Counters
 from hotsplit.plan.identity import ModelIdentity
-from hotsplit.plan.replay import count_steps, first_steps, steps_of
+from hotsplit.plan.replay import count_steps, first_steps, repeat_notice, steps_of
 from hotsplit.plan.trace import Trace
 
 E = 6
@@ -84,8 +84,8 @@ def test_more_steps_than_there_are_give_all():
         ({"domains": ("c",)}, TraceError, "domain: got 'c'; wanted a, b"),
         ({"kept": "prefill"}, TraceError, "got no such tokens; wanted prefill tokens"),
         ({"num_experts": 3}, TraceError, "got expert 5; wanted ids below 3"),
-        ({"tokens_per_step": 0}, ConfigError, "tokens_per_step: got 0; wanted an integer >= 1"),
-        ({"num_steps": 0}, ConfigError, "steps: got 0; wanted an integer >= 1"),
+        ({"tokens_per_step": 0}, ConfigError, "tokens_per_step: got 0; wanted an integer from 1 to 16777216"),
+        ({"num_steps": 0}, ConfigError, "steps: got 0; wanted an integer from 1 to 16777216"),
     ],
 )
 def test_what_cannot_be_played_is_refused(asked, error, match):
@@ -133,3 +133,25 @@ def test_counts_hits_and_distinct_bytes_are_those_of_a_count_token_by_token(draw
     assert expected["tokens"] == counters.tokens
     assert expected["pairs"] == {phase: int(counts.sum()) for phase, counts in counters.counts.items()}
     assert len(steps) == counters.steps
+
+
+@pytest.mark.parametrize(("num_steps", "passes"), [(3, 1), (4, 2), (7, 3)])
+def test_a_trace_that_is_too_short_says_how_often_it_is_played(num_steps, passes):
+    steps = steps_of(trace_of(range(3), domain=[0, 0, 0]), num_experts=E, domains=("a",), num_steps=num_steps)
+    assert passes == steps.passes
+    notice = repeat_notice(steps)
+    assert (passes > 1) == (notice is not None)
+    assert notice is None or f"{passes} times" in notice.text
+
+
+@pytest.mark.parametrize("name", ["num_steps", "tokens_per_step"])
+@pytest.mark.parametrize("value", [10**9, 10**20])
+def test_more_steps_than_memory_holds_are_refused_with_the_most(name, value):
+    with pytest.raises(ConfigError, match="from 1 to 16777216"):
+        steps_of(trace_of(range(3), domain=[0, 0, 0]), num_experts=E, domains=("a",), **{name: value})
+
+
+def test_ids_that_memory_does_not_hold_are_refused_with_the_most():
+    trace = trace_of([0] * 100, domain=[0] * 100, ids=np.zeros((100, 50, 8), np.int64))
+    with pytest.raises(ConfigError, match="at most 13421 of this trace"):
+        steps_of(trace, num_experts=E, domains=("a",), num_steps=10**6)

@@ -320,3 +320,8 @@ def test_recorded_traces_count_to_the_histograms_beside_them(model, layers, num_
         for phase, rows in beside[domain].items():
             assert np.array_equal(rows, counted.phases[phase].counts)
     assert tokens == sum(counted.tokens for counted in histogram_of(recorded).phases.values())
+
+
+def test_a_layer_below_0_is_refused():
+    with pytest.raises(TraceError, match="layers: got -1; wanted decoder indices >= 0"):
+        trace(identity=ModelIdentity(layers=(-1, 4), num_experts=4, top_k=2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +13,16 @@ from hotsplit.plan.evaluate import Score, evaluate, score
 from hotsplit.plan.histogram import Histogram, PhaseCounts
 from hotsplit.plan.planner import PlanOptions, plan_fraction
 from hotsplit.plan.trace import DECODE, count_ids, load_trace
-from hotsplit.plan.verdict import WORDS, few_pairs, judge, useful_margin, warnings_of
+from hotsplit.plan.verdict import (
+    WORDS,
+    few_pairs,
+    has_seen,
+    judge,
+    not_unseen,
+    other_counts,
+    useful_margin,
+    warnings_of,
+)
 from plan_builders import histogram_of
 
 
@@ -106,3 +117,48 @@ def test_on_other_domains_most_plans_are_told_to_be_made_for_other_traffic_or_ch
         verdicts += [judge(one, null=0.25).name for one in scores]
     assert verdicts.count("holds") == 0
     assert (verdicts.count("other-traffic") + verdicts.count("chance")) / len(verdicts) > 0.85
+
+
+OWN, OTHER = histogram_of([[40.0, 30.0, 20.0, 10.0]]), histogram_of([[40.0, 10.0, 20.0, 30.0]])
+
+
+@pytest.fixture
+def half():
+    """Half of the experts, chosen from OWN."""
+    return plan_fraction(OWN, fraction=0.5, options=PlanOptions())[0]
+
+
+@pytest.mark.parametrize(
+    ("counts", "test", "seen"),
+    [
+        (OWN, OWN, True),
+        (None, OWN, True),
+        (OWN, OTHER, False),
+        (None, OTHER, False),
+        (OTHER, OTHER, False),
+        (OTHER, OWN, True),
+    ],
+)
+def test_a_test_is_seen_only_where_the_plan_was_made_from_it(half, counts, test, seen):
+    found = evaluate(half, histogram=counts, test=test)
+    assert seen == has_seen(half, evaluation=found)
+    assert (["test-is-train"] if seen else []) == [n.name for n in not_unseen(half, evaluation=found, what="test")]
+
+
+def test_another_traffic_of_the_same_hit_rate_is_unseen(half):
+    alike = histogram_of([[20.0, 50.0, 30.0, 0.0]])
+    assert 0.7 == evaluate(half, histogram=None, test=alike).held_out == half.proof.hit_rate
+    assert not has_seen(half, evaluation=evaluate(half, histogram=None, test=alike))
+
+
+def test_a_plan_that_has_everything_hot_has_seen_nothing():
+    everything = plan_fraction(OWN, fraction=1.0, options=PlanOptions())[0]
+    assert not has_seen(everything, evaluation=evaluate(everything, histogram=None, test=OTHER))
+
+
+def test_counts_of_another_hit_rate_are_not_the_plans_own(half):
+    found = evaluate(half, histogram=OTHER)
+    assert ["not-the-plans-counts"] == [n.name for n in other_counts(half, evaluation=found, what="histogram")]
+    assert [] == other_counts(half, evaluation=evaluate(half, histogram=OWN), what="histogram")
+    unknown = replace(half, proof=replace(half.proof, hit_rate=None))
+    assert [] == other_counts(unknown, evaluation=found, what="histogram")

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hotsplit.errors import HotsplitError
-from hotsplit.report.live import MAX_UPDATES, live_counts, other_plan, read_run, run_files
+from hotsplit.errors import HotsplitError, PlanMismatchError
+from hotsplit.report.live import MAX_UPDATES, live_counts, other_plan, read_run, require_same_model, run_files
 from report.reports import line_of, plan_of, run_folder, skewed, snapshot_of
 
 COUNTS = skewed().phases["decode"].counts
@@ -119,3 +119,10 @@ def test_a_run_of_another_plan_is_said(tmp_path, plan):
     run, _ = read_run([run_folder(tmp_path / "run", snapshot_of(plan, counts=COUNTS))])
     assert [] == other_plan(run, plans=[plan])
     assert ["run-of-another-plan"] == names_of(other_plan(run, plans=[plan_of(skewed(), fraction=0.5)]))
+
+
+def test_a_run_with_a_layer_that_the_plan_has_not_is_refused(tmp_path, plan):
+    foreign = plan_of(skewed(first_layer=4))
+    run, _ = read_run([run_folder(tmp_path / "run", snapshot_of(foreign, counts=COUNTS))])
+    with pytest.raises(PlanMismatchError, match="layer 9 is none of the plan's"):
+        require_same_model(run, plan=plan)

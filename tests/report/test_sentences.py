@@ -31,7 +31,12 @@ def test_the_headline_has_the_rate_of_the_evaluation():
 
 @pytest.mark.parametrize(
     ("test", "fraction", "name"),
-    [(None, 0.25, UNTESTED), (skewed(), 0.25, "holds"), (skewed(seed=9), 0.25, "chance"), (None, 1.0, "no-choice")],
+    [
+        (None, 0.25, UNTESTED),
+        (skewed(tokens=2000), 0.25, "holds"),
+        (skewed(seed=9), 0.25, "chance"),
+        (None, 1.0, "no-choice"),
+    ],
 )
 def test_the_verdict_is_that_of_the_planner_or_not_tested(test, fraction, name):
     part = part_of(skewed(), test=test, fraction=fraction)
@@ -46,7 +51,7 @@ def test_every_verdict_has_an_advice():
 
 
 def test_what_more_budget_brings_is_read_off_the_curve():
-    part = part_of(skewed(), test=skewed())
+    part = part_of(skewed(), test=skewed(tokens=2000))
     gain = 100 * (part.curves.at(0.35) - part.evaluation.held_out)
     assert f"about {gain:.1f} points more" in advice(part, name="holds")
 
@@ -73,3 +78,14 @@ def test_without_unseen_traffic_the_summary_says_that_it_is_not_known():
 
 def test_a_plan_that_is_chance_is_called_that():
     assert texts_of(part_of(skewed(), test=skewed(seed=9)))["Better than chance?"].startswith("No. ")
+
+
+def test_a_test_that_is_the_plans_own_counts_is_not_called_unseen():
+    part = part_of(skewed(), test=skewed())
+    assert headline(part).endswith("of the traffic")
+    assert UNTESTED == verdict(part)[0]
+
+
+def test_counts_of_other_traffic_are_not_called_what_the_plan_was_made_from():
+    part = report_of(plan_of(skewed()), histogram=skewed(seed=9))[0].plans[0]
+    assert "of the traffic given, which the plan was not made from;" in texts_of(part)["In fast memory"]

@@ -86,7 +86,7 @@ class RangeBanks:
         """The loop that corrects the plan."""
         self.swapper: Swapper | None = None
         """Moves rows; None in static mode."""
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # reentrant: a model may be closed by a garbage collection inside of a reading
         """Held while counters or row maps change: readers of other threads take it."""
         self._swaps: ClosableSwaps | None = None
         self._step = 0

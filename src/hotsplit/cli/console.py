@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from logging.handlers import MemoryHandler
+from typing import Any
 
 import click
 from rich.console import Console
@@ -35,10 +36,30 @@ _WIDTH = 1000
 _MANY_LINES = 100_000
 """Log lines that wait for the end of a text; more than any run of one command has."""
 
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
+"""What a terminal would obey, as escapes that it shows; tab and newline stay."""
+
+
+def printable(text: str) -> str:
+    """Text from files without what a terminal would obey.
+
+    Args:
+        text: Anything.
+    """
+    return text.translate(_CONTROLS)
+
+
+class _Plain(Console):
+    """A console that shows control characters instead of sending them."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(printable(one) if isinstance(one, str) else one for one in objects), **options)
+
+
 # What is printed is data (file names, texts, domains): no markup and no :emoji: codes are read out of it.
-out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False, width=_WIDTH)
+out = _Plain(highlight=False, soft_wrap=True, markup=False, emoji=False, width=_WIDTH)
 """Results."""
-err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
+err = _Plain(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 """Notes, warnings, progress."""
 
 
@@ -48,7 +69,9 @@ def print_json(value: object) -> None:
     Args:
         value: Anything that JSON can hold.
     """
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    # JSON itself leaves these as they are, and a terminal may obey them.
+    click.echo(text.translate({code: f"\\u{code:04x}" for code in range(127, 160)}))
 
 
 def prose(text: str, *, indent: int = 0, label: str = "", style: str = "") -> None:
@@ -61,7 +84,7 @@ def prose(text: str, *, indent: int = 0, label: str = "", style: str = "") -> No
         style: As rich takes it.
     """
     width = shutil.get_terminal_size().columns if out.is_terminal else PROSE_WIDTH
-    for i, line in enumerate(Text(text).wrap(out, max(width - indent, 1))):
+    for i, line in enumerate(Text(printable(text)).wrap(out, max(width - indent, 1))):
         out.print(f"{'' if i else label:{indent}}{line.plain}".rstrip(), style=style)
 
 
@@ -96,10 +119,14 @@ def table(title: str, *, columns: Sequence[str], rows: Iterable[Sequence[str]]) 
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for i, column in enumerate(columns):
         grid.add_column(
-            column, justify="left" if i == 0 else "right", header_style="dim", no_wrap=True, vertical="bottom"
+            printable(column),
+            justify="left" if i == 0 else "right",
+            header_style="dim",
+            no_wrap=True,
+            vertical="bottom",
         )
     for row in rows:
-        grid.add_row(*row)
+        grid.add_row(*map(printable, row))
     out.print(grid)
 
 

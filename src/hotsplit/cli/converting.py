@@ -107,9 +107,9 @@ def merge_files(task: MergeTask) -> tuple[Histogram, list[Notice]]:
         # How many experts there are, a part need not know: the ranks together are checked.
         notices += [notice for notice in said if not (is_part and notice.name == "experts-from-ids")]
     if task.rule == "shares":
-        merged, said = merge_shares(parts, weights=task.weights or (1.0,) * len(parts))
+        merged, said = merge_shares(parts, weights=task.weights or (1.0,) * len(parts), names=task.files)
     else:
-        merged, said = RULES[task.rule](parts)
+        merged, said = RULES[task.rule](parts, names=task.files)
     notices += said
     enforce(notices, strict=task.strict, error=HistogramError)
     merged = replace(merged, source={**merged.source, "names": [Path(name).name for name in task.files]})

@@ -18,11 +18,12 @@ from hotsplit.notices import enforce
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option(
     "--counts",
+    "--test",
     "tests",
     multiple=True,
     required=True,
     metavar="TEST",
-    help="Histogram (FILE or FILE#SET) or trace of traffic that the plan was not made from. Repeatable.",
+    help="Histogram (FILE or FILE#SET) or trace of traffic that the plan was not made from. Repeatable; both names mean the same.",
 )
 @click.argument("more_tests", nargs=-1, metavar="[TEST]...")
 @click.option("--train", metavar="FILE", help="The histogram that the plan was made from: gives in-sample and drift.")

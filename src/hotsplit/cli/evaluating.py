@@ -14,7 +14,7 @@ from hotsplit.plan.evaluate import Evaluation, Score, evaluate
 from hotsplit.plan.histogram import Histogram
 from hotsplit.plan.identity import require_same
 from hotsplit.plan.planfile import Plan, load_plan, plan_hash
-from hotsplit.plan.verdict import Verdict, few_pairs, judge, warnings_of
+from hotsplit.plan.verdict import Verdict, few_pairs, judge, not_unseen, other_counts, warnings_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ def evaluate_plan(task: EvaluateTask) -> EvaluateResult:
     """
     plan = load_plan(task.plan)
     train, notices = _read(task.train, plan=plan) if task.train else (None, [])
-    tested = []
+    tested: list[Tested] = []
     for name in task.tests:
         test, said = _read(name, plan=plan)
         notices += said
@@ -82,8 +82,10 @@ def evaluate_plan(task: EvaluateTask) -> EvaluateResult:
                 what = f"test {name}, {score.phase}"
                 verdicts[score.phase] = judge(score, null=evaluation.null)
                 notices += few_pairs(test, phase=score.phase, what=what)
-                notices += _not_unseen(evaluation, phase=score.phase, what=what)
                 notices += _warnings(verdicts[score.phase], evaluation=evaluation, score=score, what=what)
+        notices += not_unseen(plan, evaluation=evaluation, what=f"test {name}")
+        if not tested:
+            notices += other_counts(plan, evaluation=evaluation, what=f"histogram {task.train}")
         tested.append(Tested(name=name, evaluation=evaluation, verdicts=verdicts))
     own = () if train is None else tuple(s for s in tested[0].evaluation.scores if s.traffic == "in-sample")
     return EvaluateResult(plan=plan, in_sample=own, tested=tuple(tested), notices=tuple(notices))
@@ -100,14 +102,6 @@ def _warnings(verdict: Verdict, *, evaluation: Evaluation, score: Score, what: s
     notices = warnings_of(verdict, what=what)
     is_ranked_on = evaluation.test is not None and score.phase == evaluation.test.phase
     return notices if is_ranked_on else [replace(notice, strict=False) for notice in notices]
-
-
-def _not_unseen(evaluation: Evaluation, *, phase: str, what: str) -> list[Notice]:
-    """A test that is what the plan was made from proves nothing."""
-    if evaluation.drift != 0 or evaluation.test is None or phase != evaluation.test.phase:
-        return []
-    text = f"{what}: the same counts as --train; a plan must be tested on traffic that it was not made from"
-    return [Notice(name="test-is-train", text=text)]
 
 
 def evaluation_json(result: EvaluateResult) -> dict[str, Any]:

@@ -16,14 +16,18 @@ from hotsplit.plan.kv import DTYPE_BYTES
 @click.command("fit")
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option(
-    "--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="GPUs; experts are cut over all."
+    "--gpus", type=click.IntRange(min=1, max=4096), default=1, show_default=True, help="GPUs; experts are cut over all."
 )
 @click.option("--vram-gib", type=float, required=True, help="Memory of one GPU, GiB.")
 @click.option("--ram-gib", required=True, help="Host memory, GiB: of the machine, or of each NUMA node: 256,256.")
 @click.option("--numa", help="NUMA node of each GPU: 0,0,1,1. Gives the host's bytes per node.")
 @click.option("--link", type=float, help="What one GPU reads of host memory, GB/s (10^9 bytes): turns bytes into time.")
-@click.option("--context", type=click.IntRange(min=1), default=32768, show_default=True, help="Tokens per sequence.")
-@click.option("--concurrency", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences at once.")
+@click.option(
+    "--context", type=click.IntRange(min=1, max=10**9), default=32768, show_default=True, help="Tokens per sequence."
+)
+@click.option(
+    "--concurrency", type=click.IntRange(min=1, max=10**6), default=1, show_default=True, help="Sequences at once."
+)
 @click.option("--kv-dtype", type=click.Choice([*DTYPE_BYTES]), help="Type of the KV cache; without it the model's own.")
 @click.option("--draft", is_flag=True, help="Draft (MTP) layers are loaded, for speculation; they are never split.")
 @click.option("--dense-gib", type=float, help="Dense weights on one GPU, GiB, where neither headers nor index tell.")
@@ -41,7 +45,11 @@ def command(per_layer: bool, as_json: bool, **options: Any) -> None:
     """Say what of MODEL fits hot, what the host must hold, and which number binds.
 
     MODEL is a folder with config.json and safetensors files, with config.json and model.safetensors.index.json, or a
-    config.json alone: no weight is read, and what cannot be known is said to be unknown. GiB are 2^30 bytes.
+    config.json alone: no weight is read, and what cannot be known is said to be unknown. Hub ids are not looked up.
+    GiB are 2^30 bytes.
+
+    The exit code is 0 whether it fits or not: the answer is the last line, and `fits` in --json (true, false, or null
+    where it is open).
     """
     config = config_from(options)
     result = fit_model(FitTask(config=config, **options))

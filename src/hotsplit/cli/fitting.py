@@ -11,7 +11,7 @@ from hotsplit.cli import console
 from hotsplit.cli.console import rate
 from hotsplit.config import HotsplitConfig
 from hotsplit.errors import ConfigError
-from hotsplit.plan.fit import Fit, Load, Machine, Placement, fit, host_bytes, kv_tokens, kv_tokens_per_gib
+from hotsplit.plan.fit import Fit, Load, Machine, Placement, fit, host_bytes, kv_token_range, kv_tokens_per_gib
 from hotsplit.plan.weigh import Range, Weighed, weigh, with_dense
 from hotsplit.units import GIB, gib
 
@@ -104,7 +104,7 @@ def fit_model(task: FitTask) -> FitResult:
 def _bytes(option: str, gibs: float) -> int:
     """GiB of memory in bytes."""
     if not (math.isfinite(gibs) and 0 <= gibs <= _MAX_GIB):
-        raise ConfigError(option, got=f"{gibs:g}", wanted="a number of GiB >= 0", value=gibs)
+        raise ConfigError(option, got=f"{gibs:g}", wanted=f"0 to {_MAX_GIB:,.0f} GiB", do="check the unit", value=gibs)
     return int(gibs * GIB)
 
 
@@ -157,6 +157,7 @@ def fit_json(result: FitResult) -> dict[str, Any]:
 
 def _kv_json(result: FitResult) -> dict[str, Any]:
     kv, load = result.weighed.kv, result.load
+    most = kv_token_range(result.weighed, machine=result.machine, load=load)
     return {
         "dtype": kv.dtype,
         "layers": kv.kinds,
@@ -167,7 +168,7 @@ def _kv_json(result: FitResult) -> dict[str, Any]:
         "concurrency": load.concurrency,
         "bytes": asdict(result.fit.kv_bytes),
         "unknown": list(kv.unknown),
-        "most_tokens": kv_tokens(result.weighed, machine=result.machine, load=load),
+        "most_tokens": None if most is None else asdict(most),
         "tokens_per_hot_gib": kv_tokens_per_gib(result.weighed),
     }
 
@@ -273,18 +274,26 @@ def _print_orientation(placement: Placement, *, result: FitResult) -> None:
     """What a token would read, and what hot rows cost in cache."""
     seconds = _link_seconds(placement, machine=result.machine)
     link = "" if seconds is None else f", {1000 * seconds:.1f} ms over the link"
+    at_least = "" if result.fit.sure is not None else "at least "
     console.prose(
-        f"for orientation: a token of uniform traffic reads {gib(placement.token_cold_bytes)} of cold experts per GPU{link}; "
+        f"for orientation: a token of uniform traffic reads {at_least}{gib(placement.token_cold_bytes)} of cold experts per GPU{link}; "
         "with counts of real traffic hotsplit forecast tells more"
     )
     per_gib, most = (
         kv_tokens_per_gib(result.weighed),
-        kv_tokens(result.weighed, machine=result.machine, load=result.load),
+        kv_token_range(result.weighed, machine=result.machine, load=result.load),
     )
     if per_gib is not None and most is not None:
         console.prose(
-            f"a GiB of hot rows costs {per_gib:,} tokens of KV cache; beside the fewest hot rows {most:,} fit"
+            f"a GiB of hot rows costs {per_gib:,} tokens of KV cache; beside the fewest hot rows {_spell_tokens(most)} fit"
         )
+
+
+def _spell_tokens(tokens: Range) -> str:
+    """A range of tokens for people; without a lower end it is no more than an upper one."""
+    if tokens.is_exact:
+        return f"{tokens.least:,}"
+    return f"{tokens.least:,} to {tokens.most:,}" if tokens.least else f"at most {tokens.most:,}"
 
 
 def _print_layers(placement: Placement, *, result: FitResult) -> None:

@@ -26,6 +26,12 @@ from hotsplit.units import GIB, MIB
 
 WINDOW_BATCHES = (1, 8)
 """Requests side by side for which speculative steps are forecast: what helps one request may hurt eight."""
+_MAX_GIB = 2.0**23
+"""As `hotsplit fit` has it: no machine has more, and all numbers stay exact."""
+_MAX_ROW_MIB = 2.0**20
+"""A tebibyte: no expert has more, and sums over all stay within 64 bits."""
+_MAX_MS = 86_400e3
+"""A day."""
 _MOST_TOKENS = 2**24
 """Of one step, far above any engine's."""
 
@@ -200,7 +206,7 @@ def _models(task: ForecastTask, plan: Plan, histogram: Histogram) -> tuple[Model
 def _row_bytes(task: ForecastTask, plan: Plan) -> npt.NDArray[np.int64]:
     """Bytes of a row: the plan's, or as told for a plan that was made without a model."""
     has_model = plan.identity.headers_hash is not None or set(plan.row_bytes) != {1}
-    told = _amount("--row-mib", task.row_mib, least=0.0)
+    told = _amount("--row-mib", task.row_mib, least=0.0, most=_MAX_ROW_MIB)
     if has_model and told is not None:
         raise ConfigError(
             "--row-mib", got="a plan that has its rows' bytes", wanted="none beside it", do="leave it out"
@@ -225,19 +231,20 @@ def _correction(task: ForecastTask, plan: Plan) -> tuple[TouchCorrection, list[N
 
 def _extra(task: ForecastTask) -> Extra | None:
     """What else is in a step; None where nothing was told."""
-    dense = _amount("--dense-gib", task.dense_gib, least=0.0)
-    other = _amount("--other-ms", task.other_ms, least=0.0)
-    cold = _amount("--cold-layer-us", task.cold_layer_us, least=0.0)
+    dense = _amount("--dense-gib", task.dense_gib, least=0.0, most=_MAX_GIB)
+    other = _amount("--other-ms", task.other_ms, least=0.0, most=_MAX_MS)
+    cold = _amount("--cold-layer-us", task.cold_layer_us, least=0.0, most=_MAX_MS * 1e3)
     if dense is None and other is None and cold is None:
         return None
     return Extra(dense_bytes=round((dense or 0) * GIB), other_s=(other or 0) / 1e3, cold_layer_s=(cold or 0) / 1e6)
 
 
-def _amount(option: str, value: float | None, *, least: float) -> float | None:
-    """A finite number, if one was given."""
-    if value is None or least <= value < math.inf:
+def _amount(option: str, value: float | None, *, least: float, most: float = math.inf) -> float | None:
+    """A finite number within bounds, if one was given."""
+    if value is None or (least <= value <= most and value < math.inf):
         return value
-    raise ConfigError(option, got=repr(value), wanted=f"a finite number >= {least:g}")
+    limit = f" and <= {most:g}" * (most < math.inf)
+    raise ConfigError(option, got=repr(value), wanted=f"a finite number >= {least:g}{limit}")
 
 
 def _integers(option: str, text: str | None, *, default: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hotsplit.cli.places import histogram_files, require_places
 from hotsplit.config import HotsplitConfig
-from hotsplit.errors import ConfigError, HistogramError
+from hotsplit.errors import ConfigError, HistogramError, PlanError
 from hotsplit.files import write_atomic
 from hotsplit.notices import Notice, enforce
 from hotsplit.plan.dialects import load_histogram
@@ -87,6 +87,7 @@ def make_report(task: ReportTask) -> ReportResult:
         rates=None if task.rates is None else load_rates(task.rates),
     )
     report, more = build_report(plans, inputs=shown, run=run)
+    enforce(more, strict=task.config.strict, error=PlanError)
     page = render(report)
     write_atomic(task.output, page)
     return ReportResult(report=report, num_bytes=len(page), notices=(*notices, *said, *more))

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from hotsplit.config import HotsplitConfig
+from hotsplit.config import HotsplitConfig, Origin
 from hotsplit.errors import ConfigError, HistogramError, PlanMismatchError
 from hotsplit.notices import Notice, enforce
 from hotsplit.plan.dialects import load_histogram
@@ -34,6 +34,10 @@ POLICIES: Final = ("static", "dynamic", "lru", "oracle")
 """What can be replayed."""
 _SWEPT: Final = ("dyn_schedule", "dyn_steps", "dyn_max_swaps", "dyn_margin", "dyn_half_life", "hot_gib", "hot_fraction")
 _MAX_RUNS: Final = 1000
+_MAX_ROW_MIB: Final = 2.0**20
+"""A tebibyte: no expert has more, and sums over a trace stay within 64 bits."""
+_LEAST_HALF_LIFE: Final = 1e-3
+"""Updates; of less than that a count keeps nothing that a float can hold."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +94,35 @@ class Placed:
     """Of one row per layer, [L]; 1 where nobody knows."""
 
 
+def options_first(task: SimulateTask) -> SimulateTask:
+    """What was typed beats the environment, which is also so where the two are different settings.
+
+    Args:
+        task: What was asked for.
+
+    Returns:
+        The task without the plan, counts or budget of the environment that a typed source or budget excludes.
+    """
+    config, dropped = task.config, list[str]()
+
+    def typed(name: str) -> bool:
+        return config.origin(name) == "option"
+
+    swept = {_swept(text) for text in task.sweep} & {"--hot-gib", "--hot-fraction"}
+    has_budget = task.hot_fraction is not None or bool(swept) or typed("hot_gib")
+    if task.plan_domain is not None or typed("plan") or typed("counts"):
+        dropped += ["plan", "counts"]
+    elif has_budget and config.counts is not None:
+        dropped.append("plan")  # it has a budget of its own
+    if has_budget or typed("plan"):
+        dropped.append("hot_gib")
+    gone = [name for name in dropped if config.origin(name) == "environment"]
+    origins: dict[str, Origin] = {**config.origins, **dict.fromkeys(gone, "default")}
+    kept = {name: None if name in gone else getattr(config, name) for name in ("plan", "counts", "hot_gib")}
+    config = replace(config, plan=kept["plan"], counts=kept["counts"], hot_gib=kept["hot_gib"], origins=origins)
+    return replace(task, config=config)
+
+
 def require_choices(task: SimulateTask) -> None:
     """One source of the plan, one budget, and numbers that can be.
 
@@ -113,8 +146,8 @@ def require_choices(task: SimulateTask) -> None:
     if task.config.plan is None and len(set(named)) != 1:
         got = " and ".join(sorted(set(named))) or "none"
         raise ConfigError("the budget", got=got, wanted="--hot-gib, or --hot-fraction")
-    if task.row_mib is not None and not 0 < task.row_mib < float("inf"):
-        raise ConfigError("--row-mib", got=str(task.row_mib), wanted="a finite number > 0")
+    if task.row_mib is not None and not 0 < task.row_mib <= _MAX_ROW_MIB:
+        raise ConfigError("--row-mib", got=str(task.row_mib), wanted=f"a number > 0 and <= {_MAX_ROW_MIB:g}")
     if task.even and (task.config.plan is not None or "--hot-gib" in named):
         raise ConfigError("--even", got="no --hot-fraction", wanted="--even with --hot-fraction", do="leave it out")
 
@@ -290,6 +323,9 @@ def _with_settings(task: SimulateTask, settings: Mapping[str, str]) -> SimulateT
     fields = {name: value for name, value in settings.items() if name != "hot_fraction"}
     given = {name: getattr(task.config, name) for name, origin in task.config.origins.items() if origin != "default"}
     config = HotsplitConfig.from_options({}, **(given | fields))
+    if config.dyn_half_life < _LEAST_HALF_LIFE:
+        got, wanted = f"{config.dyn_half_life:g}", f"at least {_LEAST_HALF_LIFE:g} updates"
+        raise ConfigError("dyn-half-life", got=got, wanted=wanted)
     if "hot_fraction" not in settings:
         return replace(task, config=config)
     try:

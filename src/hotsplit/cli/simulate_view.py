@@ -6,6 +6,7 @@ from typing import Any
 
 from hotsplit.cli import console
 from hotsplit.cli.console import rate
+from hotsplit.cli.simulate_inputs import budget_of
 from hotsplit.cli.simulating import Run, Simulation
 from hotsplit.plan.simulate import Part
 from hotsplit.units import MIB
@@ -39,6 +40,7 @@ def _run_json(run: Run) -> dict[str, Any]:
     return {
         "policy": run.policy,
         "settings": dict(run.settings),
+        "hot_experts": run.hot_rows,
         "layers": None if run.layers is None else list(run.layers),
         "hit_rate": found.hit_rate,
         "byte_hit_rate": found.byte_hit_rate,
@@ -86,8 +88,15 @@ def print_simulation(simulation: Simulation) -> None:
     has_speed = any(run.tokens_per_s for run in simulation.runs)
     columns += ["tokens/s of\nreading experts"] if has_speed else []
     rows = [_row(run, scale=scale, has_speed=has_speed) for run in simulation.runs]
+    for run, row in zip(simulation.runs, rows, strict=True):
+        row[0] += "" if run.layers is None else f" ({len(run.layers)} of {layers} layers)"
+    if any(budget_of(run.settings) for run in simulation.runs):
+        columns.insert(1, "hot\nexperts")
+        for run, row in zip(simulation.runs, rows, strict=True):
+            row.insert(1, f"{run.hot_rows:,}")
     console.table(title, columns=columns, rows=rows)
     for run in simulation.runs:
+        _print_idle(run, simulation)
         if run.result.shifts:
             steps = ", ".join(f"{step:,}" for step in run.result.shifts)
             console.prose(f"{_name(run)}: the traffic shifted at step {steps}.")
@@ -95,6 +104,16 @@ def print_simulation(simulation: Simulation) -> None:
             names = ", ".join(str(layer) for layer in run.layers)
             console.prose(f"{_name(run)}: a sample of the layers ({names}); its bytes are of these alone.")
     _print_windows(simulation)
+
+
+def _print_idle(run: Run, simulation: Simulation) -> None:
+    """Why a dynamic policy did nothing: the replay is shorter than its first window."""
+    every = int(run.settings.get("dyn_steps", simulation.task.config.dyn_steps))
+    if run.policy == "dynamic" and not run.result.updates and not run.result.done and every > simulation.num_steps:
+        console.prose(
+            f"{_name(run)}: no update in {simulation.num_steps:,} steps (every {every:,}); "
+            f"try --dyn-steps {max(simulation.num_steps // 10, 1)}."
+        )
 
 
 def _row(run: Run, *, scale: int, has_speed: bool) -> list[str]:

@@ -17,6 +17,7 @@ from hotsplit.cli.simulate_inputs import (
     Placed,
     SimulateTask,
     budget_of,
+    options_first,
     place_at_start,
     policies_of,
     require_choices,
@@ -31,7 +32,7 @@ from hotsplit.plan.identity import ModelIdentity
 from hotsplit.plan.lru import as_replayed, lru, sample_layers
 from hotsplit.plan.rates import Machine, given_rates, load_rates, machine_of
 from hotsplit.plan.rebalance import RebalanceOptions, thrash_notice
-from hotsplit.plan.replay import Steps, steps_of
+from hotsplit.plan.replay import Steps, repeat_notice, steps_of
 from hotsplit.plan.simulate import Replayed, ReplayOptions, oracle, replay
 from hotsplit.plan.steering import make_policy
 from hotsplit.plan.trace import load_trace
@@ -48,6 +49,8 @@ class Run:
     """A name of POLICIES."""
     settings: Mapping[str, str]
     """What was swept, by name, as written."""
+    hot_rows: int
+    """Hot experts of all layers at the start."""
     result: Replayed
     """What came out; of the sampled layers alone where there are any."""
     layers: tuple[int, ...] | None = None
@@ -85,6 +88,7 @@ def simulate(task: SimulateTask) -> Simulation:
     Raises:
         HotsplitError: An input is wrong, or the output cannot be written, which is known before the work.
     """
+    task = options_first(task)
     require_choices(task)
     policies = policies_of(task.policy)
     plan_file = [] if task.config.plan is None else [task.config.plan]
@@ -104,17 +108,16 @@ def simulate(task: SimulateTask) -> Simulation:
         tokens_per_step=task.tokens_per_step,
         num_steps=task.steps,
     )
+    notices += [notice] if (notice := repeat_notice(steps)) else []
     machine, said = _machine(task)
     notices += said
     row_bytes = row_bytes_of(task, trace, plan)
     runs: list[Run] = []
-    hot_rows = 0
     for settings, swept in sweep_of(task):
         placed, said = place_at_start(swept, trace=trace, plan=plan, histogram=histogram, row_bytes=row_bytes)
         notices += said
-        hot_rows = hot_rows or int(placed.hot.sum())
-        if "dynamic" in policies and (notice := thrash_notice(_rebalance(swept.config))):
-            notices.append(notice)
+        if "dynamic" in policies and (thrash := thrash_notice(_rebalance(swept.config))):
+            notices.append(thrash)
         # Settings of the live loop change nothing but the dynamic policy.
         chosen = [name for name in policies if name == "dynamic" or budget_of(settings) or not runs]
         layers = trace.identity.layers or ()
@@ -124,7 +127,7 @@ def simulate(task: SimulateTask) -> Simulation:
     return Simulation(
         task=task,
         identity=replace(trace.identity, num_experts=num_experts),
-        hot_rows=hot_rows,
+        hot_rows=runs[0].hot_rows,
         row_bytes=row_bytes,
         num_steps=len(steps),
         runs=tuple(_with_rates(run, machine=machine) for run in runs),
@@ -144,8 +147,10 @@ def _run(
     """Replay one policy."""
     settings = settings if name == "dynamic" else budget_of(settings)
     window = task.window or max(1, -(-len(steps) // _WINDOWS))
+    hot_rows = int(placed.hot.sum())
     if name == "oracle":
-        return Run(policy=name, settings=settings, result=oracle(steps, hot=placed.hot, window_steps=window))
+        found = oracle(steps, hot=placed.hot, window_steps=window)
+        return Run(policy=name, settings=settings, hot_rows=hot_rows, result=found)
     if name == "lru":
         return _run_lru(steps, placed=placed, settings=settings, window=window, layers=layers)
     what = " ".join([name, *(f"{key.replace('_', '-')}={value}" for key, value in settings.items())])
@@ -166,7 +171,8 @@ def _run(
                 options=_rebalance(task.config),
                 row_bytes=placed.row_bytes,
             )
-        return Run(policy=name, settings=settings, result=replay(steps, hot=placed.hot, policy=policy, options=options))
+        found = replay(steps, hot=placed.hot, policy=policy, options=options)
+        return Run(policy=name, settings=settings, hot_rows=hot_rows, result=found)
 
 
 def _rebalance(config: HotsplitConfig) -> RebalanceOptions:
@@ -189,6 +195,7 @@ def _run_lru(steps: Steps, *, placed: Placed, settings: Mapping[str, str], windo
     return Run(
         policy="lru",
         settings=settings,
+        hot_rows=int(placed.hot.sum()),
         result=result,
         layers=None if is_whole else tuple(layers[layer_id] for layer_id in sample),
     )

@@ -24,6 +24,7 @@ from hotsplit.plan.planfile import Plan, load_plan, save_plan
 from hotsplit.plan.planner import PlanOptions, make_plan, plan_fraction
 from hotsplit.plan.sizes import ExpertSizes, expert_sizes, left_out
 from hotsplit.plan.trace import Trace, histogram_of, load_trace
+from hotsplit.plan.verdict import not_unseen
 from hotsplit.units import gib
 
 SNAPSHOT_FORMAT = "hotsplit-metrics"
@@ -113,9 +114,11 @@ def make_plan_for(task: PlanTask) -> PlanResult:
     else:
         plan, said = make_plan(sizes, histogram=counts, budget_bytes=_budget(task, sizes, notices), options=options)
     evaluation = evaluate(plan, histogram=counts, test=test)
+    seen = not_unseen(plan, evaluation=evaluation, what=f"test {task.test}")
+    enforce(seen, strict=task.config.strict, error=HistogramError)
     if task.output:
         save_plan(plan, task.output)
-    return PlanResult(plan=plan, evaluation=evaluation, sizes=sizes, notices=tuple(notices + said))
+    return PlanResult(plan=plan, evaluation=evaluation, sizes=sizes, notices=(*notices, *said, *seen))
 
 
 def _sizes(task: PlanTask) -> ExpertSizes | None:

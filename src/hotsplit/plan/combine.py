@@ -36,12 +36,13 @@ from hotsplit.plan.identity import MAX_CELLS, ModelIdentity, require_same
 Combined = tuple[Histogram, list[Notice]]
 
 
-def merge_shares(parts: Sequence[Histogram], *, weights: Sequence[float]) -> Combined:
+def merge_shares(parts: Sequence[Histogram], *, weights: Sequence[float], names: Sequence[str] = ()) -> Combined:
     """Add samples of different traffic: per phase and layer, the sum over files of weight x share.
 
     Args:
         parts: At least one histogram, of any scale.
         weights: What each file's shares weigh, [P], finite and >= 0, not all 0.
+        names: The files, for messages, [P]; "file 1" and so on without.
 
     Returns:
         A normalised histogram under the first name; notices on what could not be compared. A layer or phase that only
@@ -52,7 +53,7 @@ def merge_shares(parts: Sequence[Histogram], *, weights: Sequence[float]) -> Com
         ConfigError: A weight is negative or not finite, there are not as many as files, or all are 0.
     """
     _require_weights(weights, num_parts=len(parts))
-    notices = _require_one_model(parts)
+    notices = _require_one_model(parts, names=names)
     phases = {}
     for phase in PHASES:
         if any(phase in part.phases and weight > 0 for part, weight in zip(parts, weights, strict=True)):
@@ -62,11 +63,12 @@ def merge_shares(parts: Sequence[Histogram], *, weights: Sequence[float]) -> Com
     return replace(whole, normalised=True), notices
 
 
-def add_counts(parts: Sequence[Histogram]) -> Combined:
+def add_counts(parts: Sequence[Histogram], *, names: Sequence[str] = ()) -> Combined:
     """Add pairs: the same traffic, counted in parts.
 
     Args:
         parts: At least one histogram of numbers of pairs.
+        names: The files, for messages, [P].
 
     Returns:
         The sum, with the sum of tokens where every file that has the phase knows its own.
@@ -75,8 +77,8 @@ def add_counts(parts: Sequence[Histogram]) -> Combined:
         PlanMismatchError: They are of different models.
         HistogramError: One is normalised, or a total is more than a file can hold.
     """
-    _require_pairs(parts, rule="sum")
-    notices = _require_one_model(parts)
+    _require_pairs(parts, rule="sum", names=names)
+    notices = _require_one_model(parts, names=names)
     phases = {}
     for phase in _phases_of(parts):
         counted = [part.phases[phase] for part in parts if phase in part.phases]
@@ -88,7 +90,7 @@ def add_counts(parts: Sequence[Histogram]) -> Combined:
     return whole, notices
 
 
-def join_ranks(parts: Sequence[Histogram]) -> Combined:
+def join_ranks(parts: Sequence[Histogram], *, names: Sequence[str] = ()) -> Combined:
     """Put together what the ranks of one run counted.
 
     Equal files are copies of one another (tensor parallel: every rank sees every pair). Of what then remains, no two
@@ -97,6 +99,7 @@ def join_ranks(parts: Sequence[Histogram]) -> Combined:
 
     Args:
         parts: One histogram per rank, of numbers of pairs, as `Given(is_part=True)` reads them.
+        names: The files, for messages, [P].
 
     Returns:
         The whole run's counts, with its tokens where all ranks agree on them; a notice that says what was found.
@@ -106,9 +109,9 @@ def join_ranks(parts: Sequence[Histogram]) -> Combined:
         HistogramError: One is normalised; two ranks counted the same cell differently, with its place; the totals are
             not tokens x top_k.
     """
-    _require_pairs(parts, rule="ranks")
+    _require_pairs(parts, rule="ranks", names=names)
     padded = _padded(parts)
-    notices = _require_one_model(padded)
+    notices = _require_one_model(padded, names=names)
     phases, copies = {}, 0
     for phase in _phases_of(padded):
         present = [part for part in padded if phase in part.phases]
@@ -123,7 +126,7 @@ def join_ranks(parts: Sequence[Histogram]) -> Combined:
     return whole, [*notices, Notice(name="ranks-joined", text=text, strict=False), *doubts]
 
 
-RULES: dict[str, Callable[[Sequence[Histogram]], Combined]] = {"sum": add_counts, "ranks": join_ranks}
+RULES: dict[str, Callable[..., Combined]] = {"sum": add_counts, "ranks": join_ranks}
 """Rules without weights, by name; "shares" is the one with."""
 
 
@@ -180,22 +183,37 @@ def _require_weights(weights: Sequence[float], *, num_parts: int) -> None:
         raise ConfigError("weights", got="0 for every file", wanted="one above 0")
 
 
-def _require_pairs(parts: Sequence[Histogram], *, rule: str) -> None:
+def _require_pairs(parts: Sequence[Histogram], *, rule: str, names: Sequence[str]) -> None:
     """Shares of unknown totals cannot be added."""
-    for number, part in enumerate(parts, start=1):
+    for what, part in zip(_named(parts, names), parts, strict=True):
         if part.normalised:
-            what = f"file {number}"
             raise HistogramError(what, got="normalised counts", wanted=f"pairs, for the rule {rule}", do="use shares")
 
 
-def _require_one_model(parts: Sequence[Histogram]) -> list[Notice]:
+def _require_one_model(parts: Sequence[Histogram], *, names: Sequence[str]) -> list[Notice]:
     """All of one model; what some files do not carry is said once each."""
     notices: list[Notice] = []
-    for number, part in enumerate(parts[1:], start=2):
-        known = joint_identity([earlier.identity for earlier in parts[: number - 1]])
-        notices += require_same(part.identity, known, what=f"file {number}")
-        notices += quantisation_notices(part.quantisation, parts[0].quantisation, what=f"file {number}")
+    labels = _named(parts, names)
+    for i, (what, part) in enumerate(zip(labels[1:], parts[1:], strict=True), start=1):
+        known = joint_identity([earlier.identity for earlier in parts[:i]])
+        said = require_same(part.identity, known, what=what)
+        notices += [notice for notice in said if notice.name != "identity-not-compared"]
+        before = labels[0] if i == 1 else f"none of the {i} files before {what}"
+        notices += _not_compared(known, what=before, verb="does not carry" if i == 1 else "carries")
+        notices += _not_compared(part.identity, what=what, verb="does not carry")
+        notices += quantisation_notices(part.quantisation, parts[0].quantisation, what=what)
     return notices
+
+
+def _named(parts: Sequence[Histogram], names: Sequence[str]) -> list[str]:
+    return list(names) or [f"file {number}" for number in range(1, len(parts) + 1)]
+
+
+def _not_compared(identity: ModelIdentity, *, what: str, verb: str) -> list[Notice]:
+    """Which fields this side lacks."""
+    lacking = [field.name for field in fields(ModelIdentity) if getattr(identity, field.name) is None]
+    text = f"{what} {verb} {', '.join(lacking)}: not compared"
+    return [Notice(name="identity-not-compared", text=text, strict=False)] if lacking else []
 
 
 def _phases_of(parts: Sequence[Histogram]) -> list[str]:

@@ -79,7 +79,12 @@ def convert(histogram: Histogram, *, to: str, created: str) -> tuple[bytes, list
             f"the form {to}", got="normalised counts", wanted="numbers of pairs", do=f"use one of {able}"
         )
     notices = _losses(histogram, name=to, target=target)
-    return target.write(histogram, created), notices
+    try:
+        return target.write(histogram, created), notices
+    except HistogramError:
+        raise
+    except (TypeError, ValueError) as failure:  # the source is the file's own, and may hold what JSON cannot
+        raise HistogramError("the histogram's source", got=str(failure).lower(), wanted="plain JSON") from failure
 
 
 def logical_counts(histogram: Histogram) -> npt.NDArray[np.int64]:

@@ -213,13 +213,30 @@ def kv_tokens(weighed: Weighed, *, machine: Machine, load: Load) -> int | None:
     Returns:
         Tokens over all sequences, at the lower end of ranges; None where the cache is unknown or does not grow.
     """
+    tokens = kv_token_range(weighed, machine=machine, load=load)
+    return None if tokens is None else tokens.most
+
+
+def kv_token_range(weighed: Weighed, *, machine: Machine, load: Load) -> Range | None:
+    """Between what and what `kv_tokens` lies: the more dense weights take, the fewer tokens fit.
+
+    Args:
+        weighed: The model.
+        machine: What there is.
+        load: What is asked of it.
+
+    Returns:
+        Tokens over all sequences, from 0 where dense or draft bytes have no upper end; None where the cache is unknown
+        or does not grow.
+    """
     if weighed.kv.unknown or not weighed.kv.token_bytes:
         return None
     stage = _stage(weighed.sizes, room=0, dynamic=load.dynamic)
     fixed = (weighed.kv.window_bytes(load.context) + weighed.kv.state_bytes) * load.concurrency
-    draft = weighed.draft.least if load.has_draft else 0
-    left = machine.vram_bytes - load.reserve_bytes - weighed.dense.least - draft - fixed - stage.least_bytes
-    return max(left // weighed.kv.token_bytes, 0)
+    taken = weighed.dense + (weighed.draft if load.has_draft else Range(least=0, most=0))
+    left = machine.vram_bytes - load.reserve_bytes - fixed - stage.least_bytes
+    least = 0 if taken.most is None else max((left - taken.most) // weighed.kv.token_bytes, 0)
+    return Range(least=least, most=max((left - taken.least) // weighed.kv.token_bytes, 0))
 
 
 def _stage(sizes: ExpertSizes, *, room: int, dynamic: bool) -> StageBudget:
@@ -294,13 +311,14 @@ def _open_findings(
 
 def _host_findings(weighed: Weighed, *, best: Placement | None, machine: Machine, load: Load) -> list[Finding]:
     """Cold rows that the host, or one of its nodes, cannot hold."""
-    if best is None:
+    if best is None or not best.cold_bytes:
         return []
     per_node = host_bytes(best, machine=machine)
     if len(machine.ram_bytes) > 1:
         share = load.ram_reserve_bytes // len(machine.ram_bytes)
         lacks = {node: need - (machine.ram_bytes[node or 0] - share) for node, need in per_node.items()}
     else:
+        share = load.ram_reserve_bytes
         lacks = {None: sum(per_node.values()) - (machine.ram_bytes[0] - load.ram_reserve_bytes)}
     node, short = max(lacks.items(), key=lambda item: item[1])
     if short <= 0:
@@ -308,14 +326,20 @@ def _host_findings(weighed: Weighed, *, best: Placement | None, machine: Machine
     ranks = machine.num_gpus if node is None or machine.nodes is None else Counter(machine.nodes)[node]
     each = -(-short // ranks)
     where = "host memory" if node is None else f"memory of NUMA node {node}"
-    cures = [f"{gib(short)} more of it", f"{gib(each)} more per GPU for hot rows"]
-    if weighed.kv.token_bytes:
+    cures = [f"{gib(short)} more of it"]
+    # no GPU can take more off the host than is cold: past that, the reserve is what lacks
+    if each <= best.cold_bytes:
+        cures.append(f"{gib(each)} more per GPU for hot rows")
+    if each <= best.cold_bytes and weighed.kv.token_bytes:
         tokens = -(-each // weighed.kv.token_bytes)
         if tokens <= load.context * load.concurrency:
             cures.append(f"{tokens:,} tokens of KV cache fewer")
+    ram = machine.ram_bytes[node or 0]
+    if ram < share:
+        cures.append(f"a lower --ram-reserve-gib: {gib(ram)} are below the reserve itself")
     text = (
         f"{where} binds: cold experts take {gib(per_node.get(node, sum(per_node.values())))}, {gib(short)} more than there "
-        f"is beside a reserve of {gib(load.ram_reserve_bytes)}. It needs {', or '.join(cures)}"
+        f"is beside a reserve of {gib(share)}. It needs {', or '.join(cures)}"
     )
     return [Finding(name="ram", binds=True, text=text)]
 

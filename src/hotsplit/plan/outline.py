@@ -22,7 +22,7 @@ import numpy as np
 
 from hotsplit.errors import CheckpointError
 from hotsplit.plan.checkpoint import tensor_bytes
-from hotsplit.plan.identity import ModelIdentity
+from hotsplit.plan.identity import MAX_CELLS, MAX_INTEGER, ModelIdentity
 from hotsplit.plan.kinds import moe_layers
 from hotsplit.plan.layouts import Place, language_config, model_facts, quantisation, shard_shape
 from hotsplit.plan.sizes import ExpertSizes
@@ -32,6 +32,8 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
 _HIDDEN = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size")
 _TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_MAX_LAYERS = 2**14
+"""Decoder layers that a config may claim: a hundred times any model, and few enough to go through one by one."""
 _WITH_BIAS = ("gpt_oss",)
 """Architectures whose experts have biases, which no field of their config says."""
 
@@ -76,9 +78,16 @@ def outline_sizes(config: Mapping[str, Any], *, tp: int, name: str, what: str) -
         Sizes without a headers hash; `dense_bytes` is 0, since nobody knows them here.
 
     Raises:
-        CheckpointError: A dense model; a fact that config.json lacks; a quantisation that is not known here.
+        CheckpointError: No model config; a dense model; a fact that config.json lacks, or a number that no model has; a
+            quantisation that is not known here.
     """
     text, facts = language_config(config), model_facts(config)
+    require_plausible(config, what=what)
+    if facts.num_experts is None and not any(
+        one.get(n) for one in (config, text) for n in ("model_type", "architectures")
+    ):
+        got = "a JSON object without model_type and architectures"
+        raise CheckpointError(f"{what} is no model config", got=got, do="give the model's config.json, or its folder")
     if facts.num_experts is None:
         raise CheckpointError(
             f"{what} has no routed experts", got="a dense model", do="run this model without hotsplit"
@@ -91,6 +100,11 @@ def outline_sizes(config: Mapping[str, Any], *, tp: int, name: str, what: str) -
     if not layers:
         raise CheckpointError(what, got="no layer with routed experts", do="check its schedule of MoE layers")
     row = expert_bytes(expert_tensors(config, what=what), tp=tp)
+    if row * facts.num_experts * len(layers) > MAX_INTEGER:
+        got = f"{len(layers)} layers x {facts.num_experts} experts x {row} bytes"
+        raise CheckpointError(
+            what, got=got, wanted=f"at most {MAX_INTEGER} bytes of experts", do="check its dimensions"
+        )
     identity = ModelIdentity(model_type=model_type, layers=layers, num_experts=facts.num_experts, top_k=facts.top_k)
     return ExpertSizes(
         identity=identity,
@@ -103,6 +117,34 @@ def outline_sizes(config: Mapping[str, Any], *, tp: int, name: str, what: str) -
         num_decoder_layers=facts.num_layers,
         tp=tp,
     )
+
+
+def require_plausible(config: Mapping[str, Any], *, what: str) -> None:
+    """Refuse numbers that no model has before anything is computed with them.
+
+    Args:
+        config: config.json.
+        what: The file, for messages.
+
+    Raises:
+        CheckpointError: An integer beyond what JSON parsers hold exactly; too many layers, or layers x experts.
+    """
+    open_values: list[tuple[str, Any]] = list(config.items())
+    while open_values:
+        name, value = open_values.pop()
+        if isinstance(value, dict):
+            open_values.extend(value.items())
+        elif isinstance(value, list):
+            open_values.extend((name, entry) for entry in value)
+        elif type(value) is int and abs(value) > MAX_INTEGER:
+            raise CheckpointError(f"{what}, {name}", got="an integer beyond 2^53", wanted=f"at most {MAX_INTEGER}")
+    facts = model_facts(config)
+    num_layers, num_experts = facts.num_layers or 0, facts.num_experts or 1
+    if num_layers > _MAX_LAYERS:
+        raise CheckpointError(what, got=f"{num_layers} layers", wanted=f"at most {_MAX_LAYERS}")
+    if num_layers * num_experts > MAX_CELLS:
+        got = f"{num_layers} layers x {num_experts} experts"
+        raise CheckpointError(what, got=got, wanted=f"at most {MAX_CELLS} together")
 
 
 def expert_bytes(tensors: Tensors, *, tp: int) -> int:

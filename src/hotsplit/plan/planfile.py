@@ -34,6 +34,7 @@ from hotsplit.plan.sizes import ExpertSizes
 
 FORMAT = "hotsplit-plan"
 VERSION = 1
+_MAX_RANKS = 65536
 _KEYS_OF_HISTOGRAMS = {"phases", "layers", "train", "live"}
 
 
@@ -213,12 +214,8 @@ def require_plan_for(plan: Plan, sizes: ExpertSizes, *, force: bool = False) -> 
     ours = sizes.identity
     notices = require_same(plan.identity.model, ours, what="the plan", force=force)
     theirs, here = (plan.identity.headers_hash, plan.identity.tp), (sizes.headers_hash, sizes.tp)
-    names = ("headers_hash", "tp")
-    differing = [
-        f"{name} is {a}, not {b}"
-        for name, a, b in zip(names, theirs, here, strict=True)
-        if None not in (a, b) and a != b
-    ]
+    pairs = zip(("headers_hash", "tp"), theirs, here, strict=True)
+    differing = [f"{name} is {a}, not {b}" for name, a, b in pairs if None not in (a, b) and a != b]
     has_model = plan.identity.headers_hash is not None or set(plan.row_bytes) != {1}
     if not has_model:
         differing.append("it was made without a model, for rows of equal size")
@@ -318,10 +315,10 @@ class _Reader:
             self.refuse(name, f"{'no ' if odd[0] in keys else 'unknown '}{odd[0]!r}", f"the keys {sorted(keys)}")
         return value
 
-    def integer(self, value: object, name: str, *, least: int) -> int:
+    def integer(self, value: object, name: str, *, least: int, most: int = MAX_INTEGER) -> int:
         """An integer (true is none)."""
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_INTEGER:
-            self.refuse(name, repr(value), f"an integer from {least} to 2**53")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            self.refuse(name, repr(value), f"an integer from {least} to {'2**53' if most == MAX_INTEGER else most}")
         return value
 
     def integers(self, value: object, name: str, *, below: int | None = None) -> tuple[int, ...]:
@@ -356,8 +353,8 @@ class _Reader:
                 top_k=None if top_k is None else self.integer(top_k, "identity.top_k", least=1),
             ),
             headers_hash=content["headers_hash"],
-            tp=self.integer(content["tp"], "identity.tp", least=1),
-            pp=self.integer(content["pp"], "identity.pp", least=1),
+            tp=self.integer(content["tp"], "identity.tp", least=1, most=_MAX_RANKS),
+            pp=self.integer(content["pp"], "identity.pp", least=1, most=_MAX_RANKS),
         )
 
     def by_layer(self, value: object, name: str, *, identity: PlanIdentity) -> Mapping[int, Any]:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hotsplit.errors import ConfigError, TraceError
+from hotsplit.notices import Notice
 from hotsplit.plan.counters import PHASES, Counters, Phase
 from hotsplit.plan.trace import DECODE, Trace
 
@@ -23,6 +24,10 @@ KEPT: Final[tuple[Kept, ...]] = ("decode", "prefill", "all")
 """Which tokens of a trace are played."""
 _MAX_IDS: Final = 4_000_000
 """Ids that are counted in one go: more would only take memory."""
+MAX_STEPS: Final = 2**24
+"""Steps of a replay whose number is named, all domains together, and tokens of one step."""
+_MAX_BYTES: Final = 2**32
+"""Bytes of ids that are laid out at most, where a trace is played over and over."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +42,8 @@ class Steps:
     """Whether a step counts as decode, [S], bool."""
     num_experts: int
     """Routed experts per layer."""
+    passes: int = 1
+    """How often the domain that is played most often is begun: more than 1 where a trace is too short."""
 
     def __len__(self) -> int:
         return len(self.is_decode)
@@ -77,11 +84,14 @@ def steps_of(
 
     Raises:
         TraceError: No such domain, nothing is left to play, or an id is beyond num_experts.
-        ConfigError: A number is below 1.
+        ConfigError: A number is below 1, or above what memory holds.
     """
-    for name, value in (("tokens_per_step", tokens_per_step), ("steps", num_steps)):
-        if value is not None and value < 1:
-            raise ConfigError(name, got=str(value), wanted="an integer >= 1")
+    for name, value, most in (
+        ("tokens_per_step", tokens_per_step, MAX_STEPS),
+        ("steps", num_steps, MAX_STEPS // max(len(domains), 1)),
+    ):
+        if value is not None and not 1 <= value <= most:
+            raise ConfigError(name, got=str(value), wanted=f"an integer from 1 to {most}")
     if trace.experts.size and int(trace.experts.max()) >= num_experts:
         got = f"expert {int(trace.experts.max())}"
         raise TraceError("the trace", got=got, wanted=f"ids below {num_experts}", do="name the plan of its model")
@@ -89,10 +99,25 @@ def steps_of(
     for domain in domains or (None,):
         part = _laid_out(trace, num_experts=num_experts, domain=domain, kept=kept, tokens_per_step=tokens_per_step)
         if domain is not None:
-            part, places[domain] = _went_on(part, start=places[domain], num_steps=num_steps)
+            most_bytes = _MAX_BYTES // len(domains)
+            part, places[domain] = _went_on(part, start=places[domain], num_steps=num_steps, most_bytes=most_bytes)
         parts.append(part)
     whole = parts[0] if len(parts) == 1 else _joined(parts)
     return first_steps(whole, num_steps) if not domains and num_steps is not None else whole
+
+
+def repeat_notice(steps: Steps) -> Notice | None:
+    """Say so where a replay begins its traffic anew.
+
+    Args:
+        steps: The replay.
+    """
+    if steps.passes == 1:
+        return None
+    text = (
+        f"the trace is shorter than the replay: it is played {steps.passes:,} times over, so that old traffic returns"
+    )
+    return Notice(name="trace-repeated", text=text, strict=False)
 
 
 def first_steps(steps: Steps, num_steps: int) -> Steps:
@@ -170,20 +195,28 @@ def _is_rising(rows: npt.NDArray[np.int64]) -> bool:
     return bool((rows[1:] > rows[:-1]).all())
 
 
-def _went_on(part: Steps, *, start: int, num_steps: int | None) -> tuple[Steps, int]:
-    """So many steps from a place on, round and round; and the place after them."""
+def _went_on(part: Steps, *, start: int, num_steps: int | None, most_bytes: int) -> tuple[Steps, int]:
+    """So many steps from a place on, round and round; and the place after them, not taken round."""
+    stop = start + (len(part) if num_steps is None else num_steps)
+    passes = -(-stop // len(part))
     if num_steps is None:
-        return part, 0
-    order = (start + np.arange(num_steps)) % len(part)
+        return replace(part, passes=passes), stop
+    order = np.arange(start, stop) % len(part)
     lengths_S = np.diff(part.starts)
-    tokens = np.concatenate([np.arange(part.starts[step], part.starts[step + 1]) for step in order])
+    starts = np.r_[0, np.cumsum(lengths_S[order])]
+    token_bytes = part.experts.dtype.itemsize * part.num_layers * part.top_k
+    if num_steps > len(part) and int(starts[-1]) * token_bytes > most_bytes:
+        most = int(np.searchsorted(starts * token_bytes, most_bytes, side="right")) - 1
+        raise ConfigError("steps", got=str(num_steps), wanted=f"at most {most} of this trace, or memory is short")
+    tokens = np.arange(starts[-1]) + np.repeat(part.starts[order] - starts[:-1], lengths_S[order])
     played = replace(
         part,
         experts=part.experts[tokens],
-        starts=np.r_[0, np.cumsum(lengths_S[order])],
+        starts=starts,
         is_decode=part.is_decode[order],
+        passes=passes,
     )
-    return played, int((start + num_steps) % len(part))
+    return played, stop
 
 
 def _joined(parts: Sequence[Steps]) -> Steps:
@@ -194,6 +227,7 @@ def _joined(parts: Sequence[Steps]) -> Steps:
         experts=np.concatenate([part.experts for part in parts]),
         starts=np.r_[np.concatenate(starts), offsets[-1]],
         is_decode=np.concatenate([part.is_decode for part in parts]),
+        passes=max(part.passes for part in parts),
     )
 
 

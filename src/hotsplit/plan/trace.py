@@ -300,6 +300,8 @@ def _require_shapes(trace: Trace) -> None:
     if layers is None or len(layers) != experts_TLK.shape[1] or list(layers) != sorted(set(layers)):
         wanted = f"{experts_TLK.shape[1]} ascending decoder indices"
         raise TraceError("layers", got=repr(layers)[:60], wanted=wanted)
+    if layers and layers[0] < 0:
+        raise TraceError("layers", got=str(layers[0]), wanted="decoder indices >= 0", value=layers[0])
     for name in _PER_TOKEN:
         values_T = getattr(trace, name)
         if values_T is not None and (values_T.shape != experts_TLK.shape[:1] or values_T.dtype.kind not in "iu"):

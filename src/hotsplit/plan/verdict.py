@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotsplit.notices import Notice
-from hotsplit.plan.evaluate import Score
+from hotsplit.plan.evaluate import Evaluation, Score
 from hotsplit.plan.histogram import Histogram
+from hotsplit.plan.planfile import Plan
 from hotsplit.plan.planner import USEFUL
 
 HOLDS = 0.85
@@ -31,6 +32,10 @@ OTHER_TRAFFIC = 0.5
 up to 0.9 on near relatives; a plan of all domains' mix, 0.3 to 0.8 on each."""
 FEW_PAIRS = 20
 """Routed pairs per expert in a layer, below which the oracle in hindsight fits noise."""
+SAME_RATE = 1e-6
+"""Hit rates of the same counts differ by less, whatever machine or form of file they come from."""
+SAME_TRAFFIC = 1e-9
+"""Drift, and difference of rates, below which a test is the plan's own counts: rates are rounded to it."""
 
 WORDS = {
     "holds": "the plan holds",
@@ -123,3 +128,68 @@ def few_pairs(histogram: Histogram, *, phase: str, what: str) -> list[Notice]:
         return []
     text = f"{what}: {fewest:.1f} routed pairs per expert; under {FEW_PAIRS} oracle and drift are partly noise"
     return [Notice(name="small-test", text=text, strict=False)]
+
+
+def made_from(plan: Plan, *, evaluation: Evaluation) -> bool:
+    """Whether the counts called the plan's own can be: a plan's proof has their hit rate, in the phase it ranks on.
+
+    Args:
+        plan: The plan.
+        evaluation: Of it, on counts that it is said to be made from.
+
+    Returns:
+        True too where the plan does not know its rate, or no counts are given.
+    """
+    own, proven = evaluation.own, plan.proof.hit_rate
+    return own is None or proven is None or abs(own.hit_rate - proven) <= SAME_RATE
+
+
+def other_counts(plan: Plan, *, evaluation: Evaluation, what: str) -> list[Notice]:
+    """Say that counts are not those that the plan was made from.
+
+    Args:
+        plan: The plan.
+        evaluation: Of it, on counts that it is said to be made from.
+        what: The counts, for the message: "histogram hist.json".
+    """
+    if evaluation.own is None or made_from(plan, evaluation=evaluation):
+        return []
+    text = (
+        f"{what}: the plan serves {100 * evaluation.own.hit_rate:.2f} % of it, and {100 * (plan.proof.hit_rate or 0):.2f} % "
+        "of the counts that it was made from (merged and learned ones included): these are others"
+    )
+    return [Notice(name="not-the-plans-counts", text=text)]
+
+
+def has_seen(plan: Plan, *, evaluation: Evaluation) -> bool:
+    """Whether the test is what the plan was made from: by drift where its counts are known, else by its proof.
+
+    Args:
+        plan: The plan.
+        evaluation: Of it, on a test.
+    """
+    test, proof = evaluation.test, plan.proof
+    if test is None:
+        return False
+    if evaluation.drift is not None and made_from(plan, evaluation=evaluation):
+        return evaluation.drift <= SAME_TRAFFIC
+    if proof.hit_rate is None or not 0 < evaluation.null < 1 or abs(proof.hit_rate - evaluation.null) <= SAME_TRAFFIC:
+        return False  # everything, nothing or anything hot serves every traffic alike
+    pairs = [(test.hit_rate, proof.hit_rate)]
+    if proof.held_out is None and proof.oracle_reachable is not None:  # then the oracle is of the same counts
+        pairs.append((test.oracle_reachable, proof.oracle_reachable))
+    return all(abs(mine - proven) <= SAME_TRAFFIC for mine, proven in pairs)
+
+
+def not_unseen(plan: Plan, *, evaluation: Evaluation, what: str) -> list[Notice]:
+    """Say that a test proves nothing.
+
+    Args:
+        plan: The plan.
+        evaluation: Of it, on a test.
+        what: The test, for the message: "test hist.json".
+    """
+    if not has_seen(plan, evaluation=evaluation):
+        return []
+    text = f"{what}: the counts that the plan was made from; a plan must be tested on traffic that it has not seen"
+    return [Notice(name="test-is-train", text=text)]

@@ -25,7 +25,7 @@ from hotsplit.notices import Notice
 from hotsplit.plan.checkpoint import Checkpoint, read_headers
 from hotsplit.plan.kv import KvCache, kv_cache
 from hotsplit.plan.layouts import DRAFT, language_config, place
-from hotsplit.plan.outline import outline_sizes
+from hotsplit.plan.outline import outline_sizes, require_plausible
 from hotsplit.plan.shards import INDEX_NAME
 from hotsplit.plan.sizes import ExpertSizes, expert_sizes, left_out
 
@@ -129,10 +129,18 @@ def weigh(model: Path, *, tp: int, kv_dtype: str | None = None) -> Weighed:
 
 def _config(model: Path) -> tuple[Path, Mapping[str, Any]]:
     """The config's file and content."""
+    if not model.exists():
+        raise CheckpointError(
+            f"model {model}",
+            got="no such folder or file",
+            wanted="a folder with config.json and safetensors files or their index, or a config.json",
+            do="hub ids are not looked up: download at least config.json and the index",
+        )
     file = model / "config.json" if model.is_dir() else model
     config = read_json(file, what="model config", error=CheckpointError, repeats=True)
     if not isinstance(config, dict):
         raise CheckpointError(f"model config {file}", got=type(config).__name__, wanted="a JSON object", file=file)
+    require_plausible(config, what=f"model config {file}")
     return file, config
 
 

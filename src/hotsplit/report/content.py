@@ -19,8 +19,9 @@ from hotsplit.plan.evaluate import Evaluation, Score, evaluate, score
 from hotsplit.plan.histogram import PHASES, Histogram, planning_counts
 from hotsplit.plan.planfile import Plan, plan_hash
 from hotsplit.plan.rates import GivenRates, Rates, machine_of
+from hotsplit.plan.verdict import made_from, not_unseen, other_counts
 from hotsplit.report.curves import Curves, coverage_curves
-from hotsplit.report.live import Run, live_counts, other_plan
+from hotsplit.report.live import Run, live_counts, other_plan, require_same_model
 from hotsplit.report.speed import Speed, forecast_speed
 
 TRAFFIC = {"in-sample": "its own traffic", "held-out": "unseen traffic", "live": "the run's traffic"}
@@ -95,6 +96,11 @@ class PlanPart:
         """Whether it was scored on traffic that it has not seen."""
         return self.evaluation.test is not None
 
+    @property
+    def has_own_counts(self) -> bool:
+        """Whether the counts shown as its own can be those that it was made from."""
+        return made_from(self.plan, evaluation=self.evaluation)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
@@ -146,15 +152,18 @@ def build_report(
         run: A run of one of them.
 
     Returns:
-        The report, and notices: what stands in for rates that are not known, and a run of none of these plans.
+        The report, and notices: what stands in for rates that are not known, a run of none of these plans, counts that
+        a plan was not made from, and a test that a plan was made from, which is left out of the page.
 
     Raises:
-        PlanMismatchError: Counts of another model.
+        PlanMismatchError: Counts or a run of another model.
         HistogramError: A histogram without any phase.
         RatesError: Rates that are needed are not known.
         PlanError: Rates, and a plan whose rows have no known size.
     """
-    notices: list[Notice] = []
+    if run is not None:
+        require_same_model(run, plan=plans[0][1])
+    inputs, notices = _unseen_only(plans, inputs=inputs)
     parts = [_part(name, plan, inputs=inputs, notices=notices) for name, plan in plans]
     traffics = [*_traffics(inputs.histogram, kind="in-sample"), *_traffics(inputs.test, kind="held-out")]
     live = _live_traffic(run, plan=plans[0][1])
@@ -170,6 +179,16 @@ def build_report(
         run=run,
     )
     return report, notices + ([] if run is None else other_plan(run, plans=[plan for _, plan in plans]))
+
+
+def _unseen_only(plans: Sequence[tuple[str, Plan]], *, inputs: Inputs) -> tuple[Inputs, list[Notice]]:
+    """The inputs without a test that a plan was made from: shown, it would pass for unseen traffic."""
+    others, seen = [], []
+    for name, plan in plans:
+        evaluation = evaluate(plan, histogram=inputs.histogram, test=inputs.test)
+        others += other_counts(plan, evaluation=evaluation, what=f"plan {name}, histogram {inputs.name}")
+        seen += not_unseen(plan, evaluation=evaluation, what=f"plan {name}, test {inputs.test_name}, which is left out")
+    return (replace(inputs, test=None, test_name=None) if seen else inputs), others + seen
 
 
 def _part(name: str, plan: Plan, *, inputs: Inputs, notices: list[Notice]) -> PlanPart:

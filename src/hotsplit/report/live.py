@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from hotsplit.errors import HotsplitError
+from hotsplit.errors import HotsplitError, PlanMismatchError
 from hotsplit.files import require_regular
 from hotsplit.metrics import MetricsSnapshot, UpdateLine, read_snapshot
 from hotsplit.notices import Notice
@@ -110,6 +110,32 @@ def live_counts(run: Run, *, plan: Plan, phase: str) -> npt.NDArray[np.float64] 
         return None
     counts_LE = np.array([rows[layer] for layer in plan.layers], dtype=np.float64)
     return counts_LE if counts_LE.any() else None
+
+
+def require_same_model(run: Run, *, plan: Plan) -> None:
+    """Refuse a run of another model, as far as its snapshots tell; a log does not.
+
+    Args:
+        run: Whose snapshots have counts by layer and expert; a rank has its own stage's layers alone.
+        plan: Of the model.
+
+    Raises:
+        PlanMismatchError: A layer that the plan has not, or another number of experts.
+    """
+    model = plan.identity.model
+    for snapshot in run.snapshots.values():
+        for rows in snapshot.counts.values():
+            foreign = sorted(set(rows) - set(plan.layers))
+            experts = {len(row) for row in rows.values()} - {model.num_experts}
+            differing = [f"layer {foreign[0]} is none of the plan's"] if foreign else []
+            differing += [f"num_experts is {found}, not {model.num_experts}" for found in sorted(experts)]
+            if differing:
+                raise PlanMismatchError(
+                    f"rank {snapshot.rank} of the run was of another model",
+                    got="; ".join(differing),
+                    do="name a run of this model, or leave --run out",
+                    differing=differing,
+                )
 
 
 def other_plan(run: Run, *, plans: Iterable[Plan]) -> list[Notice]:

@@ -121,14 +121,15 @@ def _placed(part: PlanPart) -> str:
     hot, everything = int(part.plan.hot_rows().sum()), part.plan.hot_mask().size
     per = "per rank" if len(part.plan.stages) == 1 else "on one rank of every stage together"
     sizes = f" ({gib(part.hot_bytes)} of {gib(part.all_bytes)} {per})" if part.has_bytes else ""
+    named = "that the plan was made from" if part.has_own_counts else "given, which the plan was not made from"
     return (
-        f"{hot:,} of {everything:,} experts{sizes}. They serve {percent(part.evaluation.in_sample)} of the traffic that the "
-        "plan was made from; the rest is read from slow memory."
+        f"{hot:,} of {everything:,} experts{sizes}. They serve {percent(part.evaluation.in_sample)} of the traffic {named}; "
+        "the rest is read from slow memory."
     )
 
 
 def _unseen(part: PlanPart) -> str:
-    if part.evaluation.test is None:
+    if not part.has_test:
         return (
             "Not known: no other traffic was given. A plan always flatters itself on the traffic that it was made from."
         )

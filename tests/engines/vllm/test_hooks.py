@@ -156,6 +156,10 @@ class Session:
         self._calls.append("loaded")
 
     @contextmanager
+    def closed_on_error(self):
+        yield
+
+    @contextmanager
     def step(self, scheduler_output):
         self._calls.append(f"step {scheduler_output}")
         yield

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engines.vllm import test_session as on_cpu
+from engines.vllm.planned_ranks import limits_of
 from engines.vllm.test_session import LAYERS, NAME, E, expected, forward, load, scheduled, step
 from engines.vllm.vllm_probe.hotsplit_probe.gpu import PAGE_BYTES, StandIn
 from hotsplit.bank.device_memory import DeviceMemory
@@ -193,7 +194,43 @@ def test_another_thread_is_told_of_the_driver_once(begin, gpu):
     thread.join()
     assert (2, 1) == (len(told), gpu.num_threads)
     step(session, [[1, 2]])
+    assert 1 == gpu.num_threads, "the first one was told when it loaded"
+
+
+def test_a_thread_that_may_have_the_number_of_one_that_ended_is_told_as_well(begin, gpu):
+    session = begin()
+    load(session)
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: step(session, [[1, 2]]))
+        thread.start()
+        thread.join()
     assert 2 == gpu.num_threads
+
+
+def test_a_backend_that_cannot_be_opened_leaves_the_next_engine_its_place(begin, gpu, monkeypatch):
+    session = begin()
+    with monkeypatch.context() as patch:
+        patch.setattr(backends, "BACKENDS", {"cuda": lambda options: (_ for _ in ()).throw(BankError("no driver"))})
+        with pytest.raises(BankError, match="no driver"):
+            load(session)
+    assert session.is_closed
+    assert 2 == len(load(begin()))
+
+
+def test_a_check_that_refuses_gives_everything_back(begin, gpu):
+    session = begin()
+    load(session)
+    with pytest.raises(BudgetError), session.closed_on_error():
+        raise BudgetError("memory left after warm-up")
+    assert NOTHING == gpu.driver.held
+    assert 2 == len(load(begin()))
+
+
+def test_two_banks_ask_the_host_for_all_experts_once(monkeypatch):
+    monkeypatch.setattr(room, "memory_limits", lambda: limits_of(4 * GIB))
+    room.require_stages(GIB, num_ranks=4)
+    with pytest.raises(BudgetError, match="all experts, while they are loaded into two banks"):
+        room.require_stages(2 * GIB, num_ranks=4)
 
 
 def test_weights_that_are_read_from_the_host_bear_vllms_mark_and_others_do_not(begin):

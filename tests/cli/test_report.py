@@ -208,6 +208,9 @@ def test_counts_that_the_plan_was_not_made_from_are_not_called_its_own(cli, writ
     assert "[not-the-plans-counts]" in result.err
     placed = json.loads(result.out)["plans"][0]["summary"]["In fast memory"]
     assert "of the traffic given, which the plan was not made from" in placed
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "of the traffic given, not its own, served there" in page
+    assert "of its own traffic served there" not in page
     assert "[not-the-plans-counts]" in refused(cli, tmp_path / "s.html", plan, "--counts", other, "--strict", 1)
 
 

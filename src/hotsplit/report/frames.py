@@ -189,7 +189,7 @@ def about(report: Report) -> Html:
         ("quantisation", histogram.quantisation or "not said"),
         ("MoE layers", _layers_named(report.histogram.layers)),
         ("experts per layer", f"{identity.num_experts}, {identity.top_k or 'an unknown number'} per token"),
-        ("made from", report.counts_name),
+        ("made from" if all(part.has_own_counts for part in report.plans) else "counts given", report.counts_name),
         ("scored on", report.test_name or "the same traffic; no other was given"),
         ("counts", counted + ("; scaled, no numbers of pairs" if histogram.normalised else "")),
     ]

@@ -64,9 +64,10 @@ def _judged(part: PlanPart, several: bool) -> Html:  # noqa: FBT001 - called in 
 def _figures(part: PlanPart) -> Html:
     """The five numbers that matter."""
     score = part.score
+    own = "its own traffic" if part.has_own_counts else "the traffic given, not its own,"
     shown = [
         ("of the experts\u2019 bytes are in fast memory", part.evaluation.null, "null"),
-        ("of its own traffic served there", part.evaluation.in_sample, "own"),
+        (f"of {own} served there", part.evaluation.in_sample, "own"),
         ("of unseen traffic served there", part.evaluation.held_out, "unseen"),
         ("by a blind choice of the same bytes", part.evaluation.null, "blind"),
         ("by the best choice in hindsight", score.oracle_free, "oracle"),

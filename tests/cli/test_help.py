@@ -100,3 +100,14 @@ def test_a_wrong_call_is_a_usage_error_without_a_traceback(cli, arguments, reaso
     assert (2, "") == (result.code, result.out)
     assert reason in result.err.splitlines()[-1]
     assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("command", "needs"),
+    [("forecast", "--counts"), ("report", "--counts"), ("simulate", "--plan"), ("simulate", "--hot-gib")],
+)
+def test_no_default_is_promised_where_a_command_has_none(command, needs):
+    text = " ".join(help_of(command).output.split())
+    entry = text.partition(f"{needs} VALUE")[2].partition("Value:")[0]
+    assert entry
+    assert "Without it" not in entry

@@ -17,7 +17,7 @@ _FILE = click.Path(path_type=Path)
 
 @click.command("forecast")
 @click.argument("plan", type=_FILE)
-@setting_options("counts", "strict")
+@setting_options("strict", counts="Histogram of the traffic to forecast for; needed.")
 @click.option("--rates", type=_FILE, help="Rates file of the machine: what its memories and links give.")
 @click.option("--link", type=float, help="In-place reads of host memory by one GPU, GB/s; beats the rates file.")
 @click.option("--hbm", type=float, help="A GPU's own memory, GB/s; beats the rates file.")

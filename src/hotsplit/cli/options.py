@@ -19,18 +19,20 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 force_option = click.option("--force", is_flag=True, help="Use a plan or histogram of another model all the same.")
 
 
-def setting_options(*names: str) -> Callable[[Command], Command]:
+def setting_options(*names: str, **meanings: str) -> Callable[[Command], Command]:
     """Give a command the options of these settings; their values reach it as one checked config.
 
     Args:
         *names: Field names of HotsplitConfig.
+        **meanings: More of them, each with its help, for a command that has another use for it than a run.
     """
-    infos = [info for info in settings() if info.name in names]
+    infos = [info for info in settings() if info.name in names or info.name in meanings]
 
     def decorate(command: Command) -> Command:
         for info in reversed(infos):
             default = f" (default {info.default})" if info.default else ""
-            text = f"{info.meaning} Value: {info.values}{default}; {info.variable}."
+            meaning = meanings.get(info.name, info.meaning)
+            text = f"{meaning} Value: {info.values}{default}; {info.variable}."
             command = click.option(info.option, f"setting_{info.name}", metavar="VALUE", help=text)(command)
         return command
 

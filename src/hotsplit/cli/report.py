@@ -16,7 +16,7 @@ _TOPIC_WIDTH = 21
 
 @click.command("report")
 @click.argument("plans", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="PLAN...")
-@setting_options("counts", "strict")
+@setting_options("strict", counts="Histogram that the plans were made from; needed.")
 @click.option("--test", help="Histogram of other traffic; the plans are scored on it.")
 @click.option("--rates", type=click.Path(path_type=Path), help="Measured rates of the machine (JSON): adds a forecast.")
 @click.option(

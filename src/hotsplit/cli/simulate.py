@@ -22,12 +22,15 @@ _COUNT = click.IntRange(min=1)
 
 @click.command("simulate")
 @click.argument("trace", type=_FILE)
-@setting_options("plan", "counts")
+@setting_options(
+    plan="Plan to start from; or name --counts, or --plan-domain.",
+    counts="Histogram to make the plan from, at --hot-gib or --hot-fraction.",
+)
 @click.option("--plan-domain", help="Plan from this domain's own decode counts in TRACE.")
 @click.option(
     "--domain", "domains", multiple=True, help="Play this domain of TRACE; repeat it to play several in turn."
 )
-@setting_options("hot_gib")
+@setting_options(hot_gib="Hot budget of the plan that is made; or --hot-fraction.")
 @click.option("--hot-fraction", type=float, help="Share of all experts that is hot, 0 to 1.")
 @click.option("--even", is_flag=True, help="The same number of hot experts in every layer, with --hot-fraction.")
 @click.option("--row-mib", type=float, help="One expert on one rank, MiB, where neither plan nor trace says.")

@@ -17,9 +17,6 @@ import csv
 import io
 import json
 import re
-import struct
-import zipfile
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +48,7 @@ from hotsplit.plan.members import (
     row_length,
     shortened,
 )
-from hotsplit.plan.trace import histogram_of, load_trace
+from hotsplit.plan.trace import UNREADABLE, histogram_of, load_trace
 
 Read = tuple[Histogram, list[Notice], bool]
 """A histogram, notices, and whether the file declares its model's layers."""
@@ -67,22 +64,6 @@ _COLUMNS = {
     "counts": "count",
 }
 _CSV_LINE = re.compile(rb'\s*[\w". +-]+(,\s*[\w". +-]+)+\s*')
-_UNREADABLE = (
-    ValueError,
-    OSError,
-    EOFError,
-    LookupError,
-    AttributeError,
-    TypeError,
-    MemoryError,
-    RuntimeError,
-    SyntaxError,
-    OverflowError,
-    struct.error,
-    zlib.error,
-    zipfile.BadZipFile,
-)
-"""What numpy and zipfile raise on damaged files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -360,7 +341,7 @@ def _load(file: Path, *, what: str) -> npt.NDArray[Any] | dict[str, npt.NDArray[
             return loaded
         with loaded as archive:
             return {name: archive[name] for name in archive.files}
-    except _UNREADABLE as failure:
+    except UNREADABLE as failure:
         raise HistogramError(what, got=shortened(str(failure)), wanted="an npy or npz file") from failure
 
 

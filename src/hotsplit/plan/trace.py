@@ -34,8 +34,7 @@ PREFILL, DECODE = 0, 1
 """How the file spells the phases."""
 PADDING = -1
 """An id that stands for no expert."""
-# What numpy and zipfile raise on damaged files; an .npy file lacks the archive's attributes.
-_UNREADABLE = (
+UNREADABLE = (
     ValueError,
     OSError,
     EOFError,
@@ -50,6 +49,7 @@ _UNREADABLE = (
     zlib.error,
     zipfile.BadZipFile,
 )
+"""What numpy and zipfile raise on damaged files; an .npy file lacks the archive's attributes."""
 _PER_TOKEN = ("phase", "step", "request", "position", "domain")
 
 
@@ -241,7 +241,7 @@ def _read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
-    except _UNREADABLE as failure:
+    except UNREADABLE as failure:
         raise TraceError(f"trace {path}", got=str(failure), wanted="an npz file", path=path) from failure
 
 

@@ -325,3 +325,11 @@ def test_recorded_traces_count_to_the_histograms_beside_them(model, layers, num_
 def test_a_layer_below_0_is_refused():
     with pytest.raises(TraceError, match="layers: got -1; wanted decoder indices >= 0"):
         trace(identity=ModelIdentity(layers=(-1, 4), num_experts=4, top_k=2))
+
+
+@pytest.mark.parametrize("content", [b"no arrays", b'{"format": "hotsplit-plan"}'])
+def test_nobody_is_told_to_unpickle_a_file_that_is_none(tmp_path, content):
+    path = tmp_path / "t.npz"
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match="got no arrays, or arrays of Python objects; wanted an npz file"):
+        load_trace(path)

@@ -48,7 +48,7 @@ from hotsplit.plan.members import (
     row_length,
     shortened,
 )
-from hotsplit.plan.trace import UNREADABLE, histogram_of, load_trace
+from hotsplit.plan.trace import UNREADABLE, histogram_of, load_trace, why_unreadable
 
 Read = tuple[Histogram, list[Notice], bool]
 """A histogram, notices, and whether the file declares its model's layers."""
@@ -342,7 +342,7 @@ def _load(file: Path, *, what: str) -> npt.NDArray[Any] | dict[str, npt.NDArray[
         with loaded as archive:
             return {name: archive[name] for name in archive.files}
     except UNREADABLE as failure:
-        raise HistogramError(what, got=shortened(str(failure)), wanted="an npy or npz file") from failure
+        raise HistogramError(what, got=shortened(why_unreadable(failure)), wanted="an npy or npz file") from failure
 
 
 def _meta(array: npt.NDArray[Any] | None, *, what: str) -> dict[str, Any]:

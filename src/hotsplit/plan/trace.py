@@ -242,7 +242,19 @@ def _read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
         with np.load(io.BytesIO(data), allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
     except UNREADABLE as failure:
-        raise TraceError(f"trace {path}", got=str(failure), wanted="an npz file", path=path) from failure
+        raise TraceError(f"trace {path}", got=why_unreadable(failure), wanted="an npz file", path=path) from failure
+
+
+def why_unreadable(failure: BaseException) -> str:
+    """What numpy says of a file; but where it offers to unpickle it, which would run what stands there, only that it is none.
+
+    Args:
+        failure: One of UNREADABLE.
+
+    >>> why_unreadable(ValueError("This file contains pickled (object) data. If you trust the file ..."))
+    'no arrays, or arrays of Python objects'
+    """
+    return "no arrays, or arrays of Python objects" if "pickle" in str(failure) else str(failure)
 
 
 def _trace_of(arrays: dict[str, npt.NDArray[Any]], *, meta: dict[str, Any]) -> Trace:

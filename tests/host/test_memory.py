@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hotsplit.host.memory import LIMITED, NO_LIMIT, PROBES, UNKNOWN, MemoryLimit, memory_limits
+from hotsplit.host.memory import LIMITED, NO_LIMIT, PROBES, UNKNOWN, MemoryLimit, memory_limits, swap_bytes
 
 GIB = 2**30
 MAX, HIGH, V1 = "cgroup memory.max", "cgroup memory.high", "cgroup memory.limit_in_bytes"
@@ -133,6 +133,25 @@ def test_the_huge_v1_number_is_no_limit(tmp_path):
     assert 9 * GIB == memory_limits(root).available_bytes
 
 
+@pytest.mark.parametrize(("own", "above", "binding_gib"), [(70, 40, 40), (9223372036854771712, 40, 40), (30, 40, 30)])
+def test_a_v1_group_above_that_is_not_mounted_binds_where_it_is_tighter(tmp_path, own, above, binding_gib):
+    root = machine(tmp_path, available_gib=100, cgroup="4:memory:/docker/abc")
+    limit = own * GIB if own < 100 else own
+    stat = f"hierarchical_memory_limit {above * GIB}\ntotal_active_file 0\ntotal_inactive_file 0"
+    group_v1(root, "", limit=limit, used=10 * GIB, stat=stat)
+    found = limit_of(root, V1)
+    assert (LIMITED, (binding_gib - 10) * GIB) == (found.state, found.available_bytes)
+    assert ("memory.stat" if binding_gib == above else "memory.limit_in_bytes") == Path(found.source).name
+
+
+def test_a_v1_group_under_no_limit_anywhere_has_none(tmp_path):
+    root = machine(tmp_path, available_gib=9, cgroup="4:memory:/")
+    group_v1(
+        root, "", limit=2**63 - 4096, used=GIB, stat=f"hierarchical_memory_limit {2**63 - 4096}\ntotal_active_file 0"
+    )
+    assert NO_LIMIT == limit_of(root, V1).state
+
+
 def test_the_hybrid_mount_of_v2_is_read(tmp_path):
     root = machine(tmp_path, available_gib=9, cgroup="0::/job")
     put(root, **{
@@ -190,3 +209,11 @@ def test_this_machine_has_available_memory_below_its_total():
     limits = memory_limits()
     assert LIMITED == limits.binding.state
     assert 0 < limits.available_bytes < total
+
+
+def test_swap_space_is_read_and_unknown_where_it_cannot_be(tmp_path):
+    assert swap_bytes(tmp_path) is None
+    put(tmp_path, **{"proc/meminfo": "MemTotal: 100 kB\nSwapTotal:       2048 kB\nSwapFree: 1 kB"})
+    assert 2048 * 1024 == swap_bytes(tmp_path)
+    put(tmp_path, **{"proc/meminfo": "SwapTotal:             0 kB"})
+    assert 0 == swap_bytes(tmp_path)

@@ -17,6 +17,7 @@ from hotsplit.host.numa import (
     NO_PLACEMENT,
     Placement,
     bind_pages,
+    choose_cpu_placement,
     choose_placement,
     gpu_node,
     read_nodes,
@@ -311,3 +312,58 @@ def test_a_set_of_nodes_has_the_bit_of_its_node(node, word, bit):
 def test_a_node_number_that_no_kernel_has_is_refused(node):
     with pytest.raises(BankError, match=f"NUMA node: got {node}; wanted 0..1023"):
         bind_pages(4096, 4096, placement=Placement(policy="preferred", node=node))
+
+
+@pytest.mark.parametrize(
+    ("cpus", "node", "said"),
+    [
+        (range(32), 0, []),
+        (range(32, 40), 1, []),
+        ([0, 1, 32, 33, 34], 1, ["numa-many-nodes"]),
+        (range(128), 0, ["numa-many-nodes"]),
+    ],
+)
+@pytest.mark.parametrize("policy", ["preferred", "bind"])
+def test_hot_rows_of_a_cpu_go_to_the_node_of_most_of_its_cpus(tmp_path, policy, cpus, node, said):
+    placement, notices = choose_cpu_placement(policy, cpus=cpus, root=trees.two_sockets(tmp_path))
+    assert Placement(policy=policy, node=node) == placement
+    assert said == names(notices)
+    if said:
+        assert f"nodes 0, 1; its hot rows go to node {node}: run it under numactl" in notices[0].text
+
+
+def test_hot_rows_never_go_to_nodes_without_cpus_or_without_memory(tmp_path):
+    placement, _ = choose_cpu_placement("bind", cpus=range(72, 80), root=trees.grace(tmp_path / "grace"))
+    assert 1 == placement.node
+    placement, _ = choose_cpu_placement("bind", cpus=[0, *range(16, 32)], root=trees.empty_channel(tmp_path / "empty"))
+    assert 0 == placement.node
+
+
+@pytest.mark.parametrize("policy", ["preferred", "bind"])
+def test_one_node_leaves_hot_rows_nothing_to_choose_from(tmp_path, policy):
+    placement, notices = choose_cpu_placement(policy, cpus=[0], root=trees.one_node(tmp_path))
+    assert (NO_PLACEMENT, ["numa-one-node"]) == (placement, names(notices))
+
+
+def test_no_nodes_for_hot_rows_is_a_notice_and_an_error_for_bind(tmp_path):
+    root = trees.no_nodes(tmp_path)
+    assert (NO_PLACEMENT, ["numa-none"]) == (
+        choose_cpu_placement("preferred", cpus=[0], root=root)[0],
+        names(choose_cpu_placement("preferred", cpus=[0], root=root)[1]),
+    )
+    with pytest.raises(BankError, match="HOTSPLIT_NUMA_POLICY=bind: got this kernel tells of no NUMA nodes"):
+        choose_cpu_placement("bind", cpus=[0], root=root)
+
+
+def test_cpus_that_no_node_names_are_not_guessed(tmp_path):
+    placement, notices = choose_cpu_placement("preferred", cpus=[900], root=trees.two_sockets(tmp_path))
+    assert (NO_PLACEMENT, ["numa-none"]) == (placement, names(notices))
+
+
+def test_off_asks_for_nothing_on_a_cpu(tmp_path):
+    assert (NO_PLACEMENT, []) == choose_cpu_placement("off", root=trees.two_sockets(tmp_path))
+
+
+def test_this_machine_places_hot_rows_or_says_why_not():
+    placement, notices = choose_cpu_placement("preferred")
+    assert placement.node is not None or notices

@@ -272,7 +272,7 @@ def test_a_limit_on_locked_memory_is_named_with_the_cure(monkeypatch):
     held.close()
     expected = (
         "host memory cannot be locked for the GPU: got cuMemHostRegister: got CUDA_ERROR_OUT_OF_MEMORY (too much locked "
-        "memory), and a limit of 0.1 MiB on locked memory; wanted 1.0 MiB; raise the limit on locked memory: ulimit -l "
+        "memory), and a limit of 64.0 KiB on locked memory; wanted 1.0 MiB; raise the limit on locked memory: ulimit -l "
         "unlimited, for Docker --ulimit memlock=-1"
     )
     assert (expected, 64 * 1024) == (str(caught.value), caught.value.limit_bytes)

@@ -7,7 +7,19 @@ import math
 import pytest
 
 from hotsplit.errors import ConfigError, RatesError
-from hotsplit.plan.rates import GivenRates, Machine, from_json, given_rates, load_rates, machine_of
+from hotsplit.plan.rates import (
+    GivenRates,
+    HostRates,
+    Machine,
+    Rates,
+    from_json,
+    given_rates,
+    is_plausible,
+    load_rates,
+    machine_of,
+    save_rates,
+    to_json,
+)
 
 GPU = {
     "index": 0,
@@ -84,7 +96,8 @@ def test_the_limits_of_a_link_are_allowed(rate):
         ([], "wanted a JSON object"),
         ({**FILE, "format": "rates"}, "wanted 'hotsplit-rates' version 1"),
         ({**FILE, "version": 2}, "version 2"),
-        ({**FILE, "gpus": []}, "at least one GPU"),
+        ({**FILE, "gpus": None}, "gpus: got None; wanted a list of GPUs, empty for a host without any"),
+        ({**FILE, "gpus": {}}, "gpus: got"),
         ({**FILE, "gpus": [3]}, r"gpus\[0\]: got 3; wanted a JSON object"),
         ({**FILE, "speed": 1}, "unknown 'speed'"),
         (changed(link_gb=25), "unknown 'link_gb'"),
@@ -144,10 +157,12 @@ def test_an_unknown_host_rate_binds_nothing_and_is_said():
     assert ["host-rate-unknown"] == [notice.name for notice in notices]
 
 
-@pytest.mark.parametrize(("given", "option"), [({"link": 25.0}, "--hbm"), ({"hbm": 3000.0}, "--link"), ({}, "--hbm")])
+@pytest.mark.parametrize(
+    ("given", "option"), [({"link": 25.0}, "--hbm"), ({"hbm": 3000.0}, "--link"), ({}, "--hbm and --link")]
+)
 def test_without_a_rates_file_what_is_needed_is_said(given, option):
     rates = given_rates(link=given.get("link"), hbm=given.get("hbm"), host=None)
-    with pytest.raises(RatesError, match=f"got unknown; wanted .*--rates, or {option} in GB/s"):
+    with pytest.raises(RatesError, match=f"got unknown: .*; wanted .*--rates, or {option} in GB/s"):
         machine_of(None, given=rates, ranks=1)
 
 
@@ -161,3 +176,54 @@ def test_a_link_that_is_no_number_of_gb_per_s_is_a_setting_error_that_names_the_
 def test_a_machine_has_both_rates_of_every_rank(rates):
     with pytest.raises(RatesError):
         Machine(hbm_bytes_per_s=rates[0], link_bytes_per_s=rates[1])
+
+
+BARE = {"format": "hotsplit-rates", "version": 1, "gpus": [], "host": dict.fromkeys(HOST), "measured": None}
+
+
+def test_a_host_without_gpus_is_a_file_like_any_other(tmp_path):
+    rates = from_json(BARE, what="rates")
+    assert ((), None) == (rates.gpus, rates.host.shared_bytes_per_s)
+    assert BARE == to_json(rates)
+
+
+def test_a_forecast_from_a_file_without_gpus_says_all_that_is_missing():
+    with pytest.raises(RatesError) as caught:
+        machine_of(from_json(BARE, what="rates"), given=GivenRates(), ranks=2)
+    text = str(caught.value)
+    assert text.startswith("the rates file, which has no GPU: got unknown: hbm_bytes_per_s of GPU 0")
+    assert 4 == len(caught.value.fields)
+    assert "hotsplit probe -o" in text
+    assert "or --hbm and --link in GB/s" in text
+
+
+def test_many_missing_rates_are_counted():
+    with pytest.raises(RatesError, match="of GPU 0, .* and 12 more; wanted"):
+        machine_of(from_json(BARE, what="rates"), given=GivenRates(), ranks=8)
+
+
+def test_given_rates_are_enough_beside_a_file_without_gpus():
+    machine, notices = machine_of(from_json(BARE, what="r"), given=given_rates(link=25, hbm=3000, host=None), ranks=2)
+    assert (2.5e10, 2.5e10) == machine.link_bytes_per_s
+    assert ["host-rate-unknown"] == [notice.name for notice in notices]
+
+
+def test_one_gpu_that_is_unknown_among_others_is_named():
+    rates = from_json({**FILE, "gpus": [GPU, {"index": 1, "hbm_bytes_per_s": 3e12}]}, what="rates")
+    with pytest.raises(RatesError, match="rates of this machine: got unknown: in_place_bytes_per_s of GPU 1; wanted"):
+        machine_of(rates, given=GivenRates(), ranks=2)
+
+
+def test_what_is_saved_is_read_back(tmp_path):
+    rates = from_json(FILE, what="rates")
+    save_rates(rates, tmp_path / "rates.json")
+    assert rates == load_rates(tmp_path / "rates.json")
+
+
+def test_a_rate_that_no_thing_can_have_is_not_saved_and_the_file_before_stays(tmp_path):
+    path = tmp_path / "rates.json"
+    path.write_text("before")
+    with pytest.raises(RatesError, match="disk_bytes_per_s"):
+        save_rates(Rates(gpus=(), host=HostRates(disk_bytes_per_s=1.0)), path)
+    assert "before" == path.read_text()
+    assert not is_plausible("disk_bytes_per_s", 1.0)

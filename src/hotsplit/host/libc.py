@@ -26,6 +26,7 @@ READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 PROT_NONE: Final = 0
 MAP_FIXED: Final = 0x10
 MAP_NORESERVE: Final = 0x4000
+MADV_POPULATE_READ: Final = 22
 MADV_POPULATE_WRITE: Final = 23
 
 _CALLS: Final[Mapping[str, Mapping[str, int]]] = {
@@ -43,6 +44,8 @@ _ARGUMENTS: Final = {
     "munmap": (ctypes.c_void_p, ctypes.c_size_t),
     "mprotect": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int),
     "madvise": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int),
+    "mincore": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p),
+    "mlock": (ctypes.c_void_p, ctypes.c_size_t),
 }
 
 
@@ -50,7 +53,7 @@ def checked(name: str, *arguments: int) -> int:
     """Call a function of the C library; other threads of Python run meanwhile.
 
     Args:
-        name: "mmap", "munmap", "mprotect" or "madvise".
+        name: "mmap", "munmap", "mprotect", "madvise", "mincore" or "mlock".
         *arguments: As C declares them, pointers as addresses.
 
     Raises:

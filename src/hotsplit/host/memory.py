@@ -80,6 +80,15 @@ def memory_limits(root: Path = Path("/")) -> MemoryLimits:
     return MemoryLimits(limits=tuple(_probe(name, root=root) for name in PROBES))
 
 
+def swap_bytes(root: Path = Path("/")) -> int | None:
+    """Swap space of this machine; None is unknown.
+
+    Args:
+        root: Where /proc lies; another one only in tests.
+    """
+    return next((num_bytes for _, num_bytes in _meminfo(root, field="SwapTotal")), None)
+
+
 def _probe(name: str, *, root: Path) -> MemoryLimit:
     """The tightest of what one probe finds."""
     found = list(PROBES[name](root))
@@ -92,11 +101,11 @@ def _probe(name: str, *, root: Path) -> MemoryLimit:
     return MemoryLimit(name=name, state=LIMITED, available_bytes=available, source=str(source))
 
 
-def _meminfo(root: Path) -> Iterator[tuple[Path, int | None]]:
+def _meminfo(root: Path, *, field: str = "MemAvailable") -> Iterator[tuple[Path, int | None]]:
     path = root / "proc/meminfo"
     for line in (_read(path) or "").splitlines():
         fields = line.split()
-        if len(fields) == 3 and fields[0] == "MemAvailable:" and fields[2] == "kB" and fields[1].isdigit():
+        if len(fields) == 3 and fields[0] == f"{field}:" and fields[2] == "kB" and fields[1].isdigit():
             yield path, int(fields[1]) * 1024
 
 
@@ -112,6 +121,11 @@ def _cgroup_v2(file_name: str) -> Callable[[Path], Iterator[tuple[Path, int | No
 def _cgroup_v1(root: Path) -> Iterator[tuple[Path, int | None]]:
     for group in _groups(root, controller="memory", mount=root / "sys/fs/cgroup/memory"):
         yield from _headroom(group / "memory.limit_in_bytes", usage="memory.usage_in_bytes")
+        # Of groups above that are not mounted here, a container sees the tightest limit alone, and not what they hold.
+        above = _stat(group / "memory.stat").get("hierarchical_memory_limit", _V1_NONE)
+        charge = _charge(group, usage="memory.usage_in_bytes")
+        if above < _V1_NONE and charge is not None:
+            yield group / "memory.stat", max(0, above - charge)
 
 
 PROBES: Mapping[str, Callable[[Path], Iterator[tuple[Path, int | None]]]] = {

@@ -22,8 +22,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
@@ -37,6 +38,7 @@ NumaPolicy: TypeAlias = Literal["preferred", "bind", "off"]
 _ROOT: Final = Path("/")
 _MODES: Final[Mapping[NumaPolicy, int]] = {"off": 0, "preferred": 1, "bind": 2}
 _LEFT_ALONE: Final = "cold rows lie where the kernel puts them"
+_HOT_LEFT_ALONE: Final = "hot rows lie where the kernel puts them"
 _MASK_WORDS: Final = 16
 _MASK_BITS: Final = 64 * _MASK_WORDS + 1  # the kernel counts one less
 
@@ -156,6 +158,47 @@ def choose_placement(
     return Placement(policy=wanted, node=node), notices
 
 
+def choose_cpu_placement(
+    policy: str, *, cpus: Iterable[int] | None = None, root: Path = _ROOT
+) -> tuple[Placement, list[Notice]]:
+    """Where the hot rows of a rank that computes on CPUs belong: on the node of most of its CPUs.
+
+    Args:
+        policy: HOTSPLIT_NUMA_POLICY.
+        cpus: That this process may use; None to ask the kernel.
+        root: Where /sys lies; another one only in tests.
+
+    Returns:
+        The placement, and what must be said about it.
+
+    Raises:
+        BankError: No such policy, or "bind" where no node can be named.
+    """
+    wanted = _require_policy(policy)
+    if wanted == "off":
+        return NO_PLACEMENT, []
+    nodes = read_nodes(root)
+    hosts = [node for node in nodes if node.can_host]
+    mine = set(os.sched_getaffinity(0) if cpus is None else cpus)
+    shares = {node.number: len(mine & _cpus(node.number, root=root)) for node in hosts}
+    near = [number for number, share in shares.items() if share]
+    if not near:
+        found = "this kernel tells of no NUMA node of these CPUs" if hosts else "this kernel tells of no NUMA nodes"
+        _refuse_bind(wanted, found=found)
+        return NO_PLACEMENT, [Notice(name="numa-none", text=f"{found}; {_HOT_LEFT_ALONE}", strict=False)]
+    best = max(near, key=lambda number: (shares[number], -number))
+    notices = []
+    if len(nodes) == 1:
+        text = f"one NUMA node, so HOTSPLIT_NUMA_POLICY={wanted} has nothing to choose from"
+        return NO_PLACEMENT, [Notice(name="numa-one-node", text=text, strict=False)]
+    if len(near) > 1:
+        numbers = ", ".join(map(str, near))
+        text = f"this process may run on NUMA nodes {numbers}; its hot rows go to node {best}"
+        do = f"run it under numactl --cpunodebind={best} to compute there"
+        notices = [Notice(name="numa-many-nodes", text=f"{text}: {do}", strict=False)]
+    return Placement(policy=wanted, node=best), notices
+
+
 def bind_pages(address: int, num_bytes: int, *, placement: Placement) -> list[Notice]:
     """Let the pages of one mapping follow a placement, before any of them is touched.
 
@@ -239,6 +282,16 @@ def _nearest(hosts: list[NumaNode], *, near: int, nodes: tuple[NumaNode, ...]) -
     distances = nodes[order.index(near)].distances
     known = dict(zip(order, distances, strict=True)) if len(distances) == len(order) else {}
     return min((node.number != near, known.get(node.number, 255), node.number) for node in hosts)[2]
+
+
+def _cpus(node: int, *, root: Path) -> set[int]:
+    """The CPUs of a node, from a list as the kernel writes it: "0-31,64"."""
+    found: set[int] = set()
+    for piece in (_read(root / f"sys/devices/system/node/node{node}/cpulist") or "").strip().split(","):
+        first, _, last = piece.partition("-")
+        if first.isdigit() and (last or first).isdigit():
+            found.update(range(int(first), int(last or first) + 1))
+    return found
 
 
 def _read_node(folder: Path, *, number: int) -> NumaNode:

@@ -1,4 +1,4 @@
-"""How fast the memories of a machine are, as measured: the rates file, read and checked.
+"""How fast the memories of a machine are, as measured: the rates file, read, checked and written.
 
 Stands beside the plan: `plan + counts + rates -> forecast`. What was not measured is None, "unknown", and never 0. A
 number that no memory or link can have is refused, because it was written in another unit most likely.
@@ -11,13 +11,15 @@ number that no memory or link can have is refused, because it was written in ano
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from hotsplit.errors import ConfigError, RatesError
-from hotsplit.files import read_json
+from hotsplit.files import read_json, write_atomic
 from hotsplit.notices import Notice
 from hotsplit.plan.identity import MAX_INTEGER
 
@@ -84,7 +86,7 @@ class Rates:
     """A machine."""
 
     gpus: tuple[GpuRates, ...]
-    """In the order in which ranks take them."""
+    """In the order in which ranks take them; none of a host without any."""
     host: HostRates = field(default_factory=HostRates)
     """What they share."""
     measured: str | None = None
@@ -164,8 +166,8 @@ def from_json(value: object, *, what: str) -> Rates:
         got = f"format {content.get('format')!r} version {content.get('version')!r}"
         raise RatesError(what, got=got, wanted=f"{FORMAT!r} version {VERSION}", do="measure the machine again")
     gpus = content.get("gpus")
-    if not isinstance(gpus, list) or not gpus:
-        raise RatesError(f"{what}, gpus", got=_short(gpus), wanted="a list of at least one GPU")
+    if not isinstance(gpus, list):
+        raise RatesError(f"{what}, gpus", got=_short(gpus), wanted="a list of GPUs, empty for a host without any")
     measured = content.get("measured")
     if measured is not None and not isinstance(measured, str):
         raise RatesError(f"{what}, measured", got=_short(measured), wanted="an ISO time, or null")
@@ -174,6 +176,51 @@ def from_json(value: object, *, what: str) -> Rates:
         host=HostRates(**_fields(content.get("host") or {}, HostRates, name="host", what=what)),
         measured=measured,
     )
+
+
+def to_json(rates: Rates) -> dict[str, Any]:
+    """The content of a rates file; what is unknown is null.
+
+    Args:
+        rates: Of a machine.
+
+    >>> to_json(Rates(gpus=()))["host"]["disk_bytes_per_s"] is None
+    True
+    """
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "gpus": [_members(gpu) for gpu in rates.gpus],
+        "host": _members(rates.host),
+        "measured": rates.measured,
+    }
+
+
+def save_rates(rates: Rates, path: Path) -> None:
+    """Write a rates file, after it has been checked as a reader will; the file before it stays if that fails.
+
+    Args:
+        rates: Of a machine.
+        path: Where to.
+
+    Raises:
+        RatesError: A rate is none that its thing can have.
+        HotsplitError: The place cannot be written.
+    """
+    content = to_json(rates)
+    from_json(content, what=f"rates {path}")
+    write_atomic(path, (json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+
+def is_plausible(name: str, bytes_per_s: float) -> bool:
+    """Whether a rate is one that its thing can have.
+
+    Args:
+        name: Of the member, "disk_bytes_per_s".
+        bytes_per_s: The rate.
+    """
+    low, high = _RANGES[name]
+    return low <= bytes_per_s <= high
 
 
 def machine_of(rates: Rates | None, *, given: GivenRates, ranks: int) -> tuple[Machine, list[Notice]]:
@@ -188,18 +235,15 @@ def machine_of(rates: Rates | None, *, given: GivenRates, ranks: int) -> tuple[M
         The machine, and notices on what stands in or is unknown.
 
     Raises:
-        RatesError: A rate that is needed is not known, or there are fewer GPUs than ranks.
+        RatesError: Rates that are needed are not known, all of them named, or there are fewer GPUs than ranks.
     """
     gpus, notices = _gpus_of(rates, ranks=ranks)
-    hbm = [_needed(given.hbm or gpu.hbm_bytes_per_s, "hbm_bytes_per_s", option="--hbm", gpu=gpu) for gpu in gpus]
-    links = []
-    for gpu in gpus:
-        rate = given.link or gpu.in_place_bytes_per_s
-        if rate is None and gpu.dma_h2d_bytes_per_s is not None:
-            rate = gpu.dma_h2d_bytes_per_s
-            text = "in-place reads were not measured: the rate of copies stands in, which is the more that a link gives"
-            notices.append(Notice(name="copy-rate-stands-in", text=text, strict=False))
-        links.append(_needed(rate, "in_place_bytes_per_s", option="--link", gpu=gpu))
+    _require_known(gpus, given=given, rates=rates)
+    hbm = [given.hbm or gpu.hbm_bytes_per_s or 0.0 for gpu in gpus]
+    links = [given.link or gpu.in_place_bytes_per_s or gpu.dma_h2d_bytes_per_s or 0.0 for gpu in gpus]
+    if given.link is None and None in [gpu.in_place_bytes_per_s for gpu in gpus]:
+        text = "in-place reads were not measured: the rate of copies stands in, which is the more that a link gives"
+        notices.append(Notice(name="copy-rate-stands-in", text=text, strict=False))
     shared = given.host or (rates.host.shared_bytes_per_s if rates else None)
     if shared is None:
         text = "the rate of host memory is not known: the forecast takes it that ranks do not slow each other down"
@@ -208,31 +252,45 @@ def machine_of(rates: Rates | None, *, given: GivenRates, ranks: int) -> tuple[M
     return machine, notices
 
 
+def _members(value: GpuRates | HostRates) -> dict[str, Any]:
+    return {member.name: getattr(value, member.name) for member in fields(value)}
+
+
 def _gpus_of(rates: Rates | None, *, ranks: int) -> tuple[tuple[GpuRates, ...], list[Notice]]:
-    """One GPU per rank."""
-    gpus = rates.gpus if rates else (GpuRates(),)
+    """One GPU per rank; of a file without GPUs, ones of which nothing is known."""
+    gpus = rates.gpus if rates and rates.gpus else (GpuRates(),)
     if len(gpus) >= ranks:
         return gpus[:ranks], []
     if len(gpus) > 1:
         wanted = f"{ranks}, one for each rank, or one that stands for all"
         raise RatesError("the rates file", got=f"{len(gpus)} GPUs", wanted=wanted)
     notices = []
-    if rates:
+    if rates and rates.gpus:
         text = f"the rates file has one GPU for {ranks} ranks: all are taken as like it"
         notices.append(Notice(name="one-gpu-for-all", text=text, strict=False))
     return tuple(replace(gpus[0], index=rank) for rank in range(ranks)), notices
 
 
-def _needed(rate: float | None, name: str, *, option: str, gpu: GpuRates) -> float:
-    if rate is None:
-        raise RatesError(
-            f"GPU {gpu.index}, {name}",
-            got="unknown",
-            wanted="the rate of its own memory and of in-place reads of host memory",
-            do=f"pass a rates file that has it with --rates, or {option} in GB/s",
-            field=name,
-        )
-    return rate
+def _require_known(gpus: Sequence[GpuRates], *, given: GivenRates, rates: Rates | None) -> None:
+    """Refuse what is needed and not known, all of it in one message; copies stand in for in-place reads."""
+    missing: dict[str, list[str]] = {"--hbm": [], "--link": []}
+    for gpu in gpus:
+        if given.hbm is None and gpu.hbm_bytes_per_s is None:
+            missing["--hbm"].append(f"hbm_bytes_per_s of GPU {gpu.index}")
+        if given.link is None and gpu.in_place_bytes_per_s is None and gpu.dma_h2d_bytes_per_s is None:
+            missing["--link"].append(f"in_place_bytes_per_s of GPU {gpu.index}")
+    names = [name for found in missing.values() for name in found]
+    if not names:
+        return
+    told = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    options = " and ".join(option for option, found in missing.items() if found)
+    raise RatesError(
+        "the rates file, which has no GPU" if rates and not rates.gpus else "the rates of this machine",
+        got=f"unknown: {told}",
+        wanted="the rates of a GPU's own memory and of in-place reads of host memory",
+        do=f"pass a rates file that has it with --rates, or {options} in GB/s; hotsplit probe -o writes that file",
+        fields=tuple(names),
+    )
 
 
 def _given(option: str, value: float | None, *, limits: tuple[float, float]) -> float | None:

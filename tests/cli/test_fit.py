@@ -216,10 +216,48 @@ def test_what_unknown_dense_weights_bound_is_marked_as_a_bound(cli, config):
     assert "uniform traffic reads at least " in text
     most = fitted(cli, *arguments)["kv"]["most_tokens"]
     assert 0 == most["least"]
-    assert f"beside the fewest hot rows at most {most['most']:,} fit" in text
+    assert f"with the fewest hot rows, at most {most['most']:,} tokens of it would fit" in text
 
 
 def test_a_model_that_does_not_fit_is_an_answer_and_no_failure(cli, config):
     result = cli("fit", config(DEEPSEEK_V3), "--vram-gib", 8, "--ram-gib", 64, "--dense-gib", 4)
     assert (0, True) == (result.code, result.out.rstrip().endswith("it does not fit"))
     assert "exit code is 0" in " ".join(cli("fit", "--help").out.split())
+
+
+@pytest.mark.parametrize(("ram", "fits"), [(215, False), (230, None), (256, None), (310, None), (320, True)])
+def test_a_host_that_holds_the_cold_experts_at_one_end_alone_is_no_fit(cli, ram, fits):
+    arguments = ("fit", "mimo-v2.6-pro", "--ram-gib", ram)
+    text = " ".join(cli(*arguments).out.split())
+    assert "the host holds 214.596 GiB to 311.491 GiB of cold experts" in text
+    last = {False: "it does not fit", None: "whether it fits is open", True: "it fits"}[fits]
+    assert text.endswith(f" {last}")
+    found = json.loads(cli(*arguments, "--json").out)
+    named = {None: ["ram-open"], False: ["ram"], True: []}[fits]
+    assert (fits, named) == (found["fits"], [finding["name"] for finding in found["findings"]])
+
+
+def test_experts_that_are_stored_their_own_way_are_named_by_it(cli):
+    assert ", top-8, experts mxfp4, all else fp8\n" in cli("fit", "mimo-v2.6-pro").out
+    model = fitted(cli, "mimo-v2.6-pro")["model"]
+    assert ("fp8", "mxfp4") == (model["quantisation"], model["expert_type"])
+
+
+def test_a_misspelt_recipe_is_told_before_any_missing_option(cli):
+    line = cli("fit", "mimo").refusal(2)
+    assert "hotsplit: MODEL mimo: got no recipe or folder of that name; did you mean mimo-v2.6-pro?" == line
+    assert "no such folder or file" in cli("fit", "foo").refusal()
+
+
+def test_missing_options_are_named_together(cli, tiny_moe):
+    result = cli("fit", tiny_moe)
+    assert (2, "") == (result.code, result.out)
+    assert "Missing --vram-gib and --ram-gib" in result.err
+    assert "Missing --ram-gib:" in cli("fit", tiny_moe, "--vram-gib", 1).err
+
+
+@pytest.mark.parametrize("model", ["mimo-v2.6-pro", "deepseek-v4-pro", "qwen3.8-2.4t-a95b"])
+def test_a_bill_fits_a_terminal(cli, model):
+    lines = cli("fit", model).out.splitlines()
+    assert max(map(len, lines)) <= 110
+    assert [] == [line for line in lines if line != line.rstrip()]

@@ -20,7 +20,8 @@ from hotsplit.errors import ConfigError, EngineError
 from hotsplit.plan.planfile import load_plan
 
 KEYS = [
-    "kind", "model", "vllm", "tp", "pp", "settings", "plan", "ready_timeout_s", "arguments", "environment", "notices",
+    "kind", "model", "vllm", "tp", "pp", "settings", "plan", "ready_timeout_s", "recipe", "command", "arguments",
+    "environment", "notices",
 ]  # fmt: skip
 HERE = Vllm(version="0.32.0", ready_timeout_s=600, has_command=True, has_plugin=True)
 MODULE = [sys.executable, "-P", "-m"]
@@ -157,7 +158,9 @@ def test_the_table_has_every_setting_with_its_value_and_where_it_comes_from(serv
     assert ["HOTSPLIT_HOT_GIB", "0.002", "option"] in rows
     assert ["HOTSPLIT_DYN_STEPS", "50", "environment"] in rows
     assert ["HOTSPLIT_DYN_MARGIN", "1.25", "default"] in rows
-    assert [name for name, *_ in HotsplitConfig().rows()] == [row[0] for row in rows if "HOTSPLIT_" in "".join(row)]
+    assert [name for name, *_ in HotsplitConfig().rows()] == [
+        row[0] for row in rows if row and row[0].startswith("HOTSPLIT_") and "=" not in row[0]
+    ]
 
 
 def test_the_preview_is_what_the_planner_says(checked, cli, counts, tiny_moe):
@@ -465,8 +468,23 @@ def test_the_plugin_is_found_by_its_entry_point(monkeypatch):
 
 def test_a_missing_vllm_is_one_line_that_says_how_to_install_it(monkeypatch, cli, tiny_moe):
     pretend_broken(monkeypatch, ModuleNotFoundError("No module named 'vllm'", name="vllm"))
-    line = cli("serve", tiny_moe).refusal()
-    assert "vLLM is not installed: pip install 'hotsplit[vllm]', or on a machine without a GPU as docs/vllm.md" in line
+    result = cli("serve", tiny_moe)
+    assert result.err.startswith("loading vLLM")
+    line = result.refusal()
+    assert (
+        "vLLM is not installed: in hotsplit's checkout run pip install '.[vllm]', or on a machine without a GPU as docs/vllm.md"
+        in line
+    )
+
+
+@pytest.mark.parametrize("arguments", [("gone/",), (".", "--", "-tp", "0"), (".", "--counts", "gone.json")], ids=str)
+def test_what_is_wrong_here_is_said_before_vllm_is_looked_for(monkeypatch, cli, tiny_moe, arguments):
+    monkeypatch.chdir(tiny_moe)
+    monkeypatch.setattr(vllm_process, "find_vllm", lambda: pytest.fail("vLLM was loaded"))
+    result = cli("serve", *arguments)
+    assert result.code in (1, 2)
+    assert "loading vLLM" not in result.err
+    assert any(word in result.err for word in ("gone", "--tensor-parallel-size"))
 
 
 def test_a_vllm_that_cannot_be_imported_is_one_line_with_the_reason(monkeypatch):

@@ -12,6 +12,7 @@ from hotsplit.errors import ConfigError
 from hotsplit.plan.fit import Load, Machine, fit, host_bytes, kv_token_range, kv_tokens, kv_tokens_per_gib
 from hotsplit.plan.kv import kv_cache
 from hotsplit.plan.weigh import Range, Weighed, exactly
+from hotsplit.units import MIB
 from model_configs import DEEPSEEK_V4, QWEN3_30B
 from plan_builders import sizes_of
 
@@ -134,6 +135,31 @@ def test_a_range_of_dense_bytes_is_a_range_of_hot_rows():
 def test_where_only_the_lower_end_of_a_range_fits_it_says_so():
     found = fit(replace(MODEL, dense=Range(least=20_000, most=190_000)), machine=machine(), load=LOAD)
     assert (None, ["dense-open"]) == (found.fits, named(found))
+
+
+RANGE = replace(MODEL, dense=Range(least=20_000, most=50_000))
+"""16 to 19 experts of a layer are cold: 160,000 to 190,000 bytes."""
+
+
+@pytest.mark.parametrize(
+    ("ram", "fits", "names"),
+    [(159_999, False, ["ram"]), (160_000, None, ["ram-open"]), (189_999, None, ["ram-open"]), (190_000, True, [])],
+)
+def test_a_host_that_suffices_at_one_end_of_a_range_alone_leaves_it_open(ram, fits, names):
+    found = fit(RANGE, machine=machine(ram=(ram,)), load=LOAD)
+    assert (fits, names) == (found.fits, named(found))
+
+
+def test_a_host_that_leaves_it_open_names_both_ends_of_its_tightest_node():
+    # 34 rows of a layer and the cache: all are hot, or 30 and a spare one
+    big = replace(MODEL, sizes=sizes_of([MIB] * LAYERS, num_experts=EXPERTS, top_k=TOP_K))
+    big = replace(big, dense=Range(least=0, most=30 * MIB))
+    machines = machine(vram=340 * MIB + 10_000, gpus=4, ram=(500 * MIB, 16 * MIB), nodes=(0, 0, 0, 1))
+    found = fit(big, machine=machines, load=LOAD)
+    assert (None, ["ram-open"]) == (found.fits, named(found))
+    assert "whether memory of NUMA node 1 suffices" in found.findings[0].text
+    assert "cold experts take 0.0 MiB to 20.0 MiB, and there is 16.0 MiB" in found.findings[0].text
+    assert "4.0 MiB more" in found.findings[0].text
 
 
 def test_a_cache_that_is_unknown_leaves_it_open_and_says_why():

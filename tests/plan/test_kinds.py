@@ -25,6 +25,7 @@ from model_configs import DEEPSEEK_V3, DEEPSEEK_V4, GLM45, JAMBA, LFM2, MIMO_FLA
         ({"attn_layer_period": 4, "attn_layer_offset": 1}, ["state", "full", "state", "state"]),
         ({"layer_types": ["brand_new"] * 4}, ["brand_new"] * 4),
         ({"compress_ratios": [4]}, ["compress_ratios"] * 4),
+        ({"compress_ratios": [0, 0, 4, 128], "sliding_window": 128}, ["compress_ratios"] * 4),
     ],
 )
 def test_a_schedule_is_read_whichever_way_it_is_spelled(fields, kinds):

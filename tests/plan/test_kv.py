@@ -90,8 +90,8 @@ def test_one_byte_per_element_halves_a_cache_and_leaves_states_alone():
     assert (12_288, whole.state_bytes) == (half.token_bytes, half.state_bytes)
 
 
-def test_index_keys_of_one_byte_have_a_scale():
-    assert 61 * (576 + 128 + 4) == kv_cache(DEEPSEEK_V32, tp=1, kv_dtype="fp8").token_bytes
+def test_sparse_latent_layers_of_one_byte_have_scales_and_a_rotary_part_of_two():
+    assert 61 * (512 + 4 * 4 + 2 * 64 + 128 + 4) == kv_cache(DEEPSEEK_V32, tp=1, kv_dtype="fp8").token_bytes
 
 
 def test_layers_that_share_an_index_keep_no_keys_of_their_own():
@@ -133,6 +133,11 @@ def test_the_type_of_a_state_is_the_config_s_where_it_says_one():
     ("config", "reason"),
     [
         (DEEPSEEK_V4, "heavily_compressed_attention"),
+        # as its checkpoint spells it: the window is one of several things that a layer keeps
+        (
+            {k: v for k, v in DEEPSEEK_V4.items() if k != "layer_types"} | {"compress_ratios": [0, 4] * 22},
+            "layers with compress_ratios in config.json keep",
+        ),
         ({**QWEN3_30B, "torch_dtype": "int4"}, "name one with --kv-dtype"),
         ({key: value for key, value in GPT_OSS.items() if key != "sliding_window"}, "lacks sliding_window"),
         ({**JAMBA, "attn_layer_period": None}, "mamba_d_state"),

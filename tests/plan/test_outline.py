@@ -8,7 +8,7 @@ from hotsplit.errors import CheckpointError
 from hotsplit.plan.checkpoint import read_headers
 from hotsplit.plan.outline import expert_bytes, expert_tensors, outline_sizes
 from hotsplit.plan.sizes import expert_sizes
-from model_configs import DEEPSEEK_V3, GPT_OSS, KIMI_K2, MIXTRAL, QWEN3_30B
+from model_configs import DEEPSEEK_V3, DEEPSEEK_V4, GPT_OSS, KIMI_K2, MIMO_FLASH, MIXTRAL, QWEN3_30B
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
@@ -20,6 +20,8 @@ CHANNEL = {
     "config_groups": {"group_0": {"weights": {"num_bits": 8, "strategy": "channel"}}},
 }
 WEIGHTS = 3 * 768 * 2048
+WEIGHTS_V4 = 3 * 4096 * 2048
+"""Of an expert of DeepSeek-V4-Flash, and of MiMo-V2-Flash."""
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,40 @@ WEIGHTS = 3 * 768 * 2048
 )
 def test_an_expert_weighs_what_it_does_by_hand(config, nbytes):
     assert nbytes == expert_bytes(expert_tensors(config, what="x"), tp=1)
+
+
+V4 = DEEPSEEK_V4 | {"quantization_config": FP8}
+MX = WEIGHTS_V4 * 17 // 32
+
+
+@pytest.mark.parametrize(
+    ("config", "nbytes"),
+    [
+        # four bits and a byte per 32 weights, wherever the config says so
+        (V4 | {"expert_dtype": "fp4"}, MX),
+        (DEEPSEEK_V4 | {"quantization_config": FP8 | {"expert_dtype": "fp4"}}, MX),
+        ({"model_type": "x", "text_config": V4 | {"expert_dtype": "fp4"}}, MX),
+        (V4, MX),  # silent: vLLM takes four bits
+        (V4 | {"expert_dtype": "fp8"}, WEIGHTS_V4 + WEIGHTS_V4 // 128 // 128 * 4),
+        (V4 | {"quantization_config": FP8 | {"moe_quant_algo": "NVFP4"}}, WEIGHTS_V4 * 9 // 16 + 3 * 8),
+        (MIMO_FLASH | {"quantization_config": FP8 | {"store_dtype": "mxfp4"}}, MX),
+        (MIMO_FLASH | {"quantization_config": FP8}, WEIGHTS_V4 + WEIGHTS_V4 // 128 // 128 * 4),
+    ],
+)
+def test_routed_experts_that_are_stored_in_their_own_way_weigh_so(config, nbytes):
+    assert nbytes == expert_bytes(expert_tensors(config, what="x"), tp=1)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+def test_ranks_cut_whole_blocks_of_four_bit_experts(tp):
+    config = V4 | {"expert_dtype": "fp4"}
+    up, down = -(-2048 // tp) * 4096, 4096 * 32 * -(-64 // tp)
+    assert (2 * up + down) * 17 // 32 == expert_bytes(expert_tensors(config, what="x"), tp=tp)
+
+
+def test_a_type_of_experts_that_is_not_known_is_refused_and_not_taken_for_the_other():
+    with pytest.raises(CheckpointError, match="a variant of fp8 that is not known here"):
+        expert_tensors(V4 | {"expert_dtype": "int3"}, what="x")
 
 
 def test_the_config_of_the_bundled_model_gives_the_bytes_of_its_headers(tiny_moe):

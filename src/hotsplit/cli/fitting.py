@@ -1,27 +1,27 @@
-"""What `hotsplit fit` does and how it looks."""
+"""What `hotsplit fit` does; fit_view.py has how it looks."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hotsplit.cli import console
-from hotsplit.cli.console import rate
+import click
+
 from hotsplit.config import HotsplitConfig
 from hotsplit.errors import ConfigError
-from hotsplit.plan.fit import Fit, Load, Machine, Placement, fit, host_bytes, kv_token_range, kv_tokens_per_gib
-from hotsplit.plan.weigh import Range, Weighed, weigh, with_dense
-from hotsplit.units import GIB, gib
+from hotsplit.plan.fit import Fit, Load, Machine, fit
+from hotsplit.plan.weigh import Weighed, require_there, weigh, with_dense
+from hotsplit.recipes import shelf
+from hotsplit.recipes.recipe import Recipe
+from hotsplit.recipes.weighing import has_chosen_kv, kv_bytes, weigh_recipe, with_kv_chosen
+from hotsplit.units import GIB
 
 _MAX_GIB = 2.0**23
 """Eight exbibytes: no machine has more, and all numbers stay exact."""
-_SOURCES = {
-    "headers": "safetensors headers",
-    "index": "config.json and the index's total size",
-    "config": "config.json alone",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +54,8 @@ class FitTask:
     """The user's word for the dense weights on one GPU."""
     ram_reserve_gib: float
     """Host memory left free."""
+    recipe: Recipe | None = None
+    """What knows the model, in place of a folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +70,47 @@ class FitResult:
     """What was asked."""
     fit: Fit
     """What came out."""
+
+
+def fit_task(options: dict[str, Any], *, given: Mapping[str, object], environ: Mapping[str, str]) -> FitTask:
+    """Make the task of a command line; a recipe fills what was left out.
+
+    Args:
+        options: Of the command, without settings.
+        given: Settings by field name.
+        environ: The environment.
+
+    Raises:
+        UsageError: A size that nobody told.
+        ConfigError: A setting or the recipe is wrong.
+    """
+    model = Path(os.path.expanduser(options["model"]))
+    options = {**options, "model": model}
+    is_recipe = shelf.is_recipe(str(model)) and not model.is_dir()
+    recipe = shelf.load(str(model)) if is_recipe else None
+    if not is_recipe:
+        _require_model(model)
+    known: dict[str, object] = {"gpus": 1, "context": 32768, "concurrency": 1}
+    if recipe is not None:
+        machine, kv = recipe.machine, recipe.kv
+        known = {"gpus": machine.gpus, "vram_gib": machine.vram_gib, "ram_gib": f"{machine.ram_gib:g}"}
+        known |= {"context": kv.context, "concurrency": kv.concurrency}
+    filled = {**options, **{name: value for name, value in known.items() if options[name] is None}}
+    missing = [f"--{name.replace('_', '-')}" for name in ("vram_gib", "ram_gib") if filled[name] is None]
+    if missing:
+        raise click.UsageError(f"Missing {' and '.join(missing)}: only a recipe may stand in for what is not said.")
+    config = HotsplitConfig.from_options(environ, None if recipe is None else recipe.settings, **given)
+    return FitTask(config=config, recipe=recipe, **filled)
+
+
+def _require_model(model: Path) -> None:
+    """Say that there is no such model before anything is said of options, which a recipe would have filled in."""
+    if model.exists():
+        return
+    near = shelf.nearest_recipe(str(model))
+    if near is not None:
+        raise ConfigError(f"MODEL {model}", got="no recipe or folder of that name", do=f"did you mean {near}?")
+    require_there(model)
 
 
 def fit_model(task: FitTask) -> FitResult:
@@ -96,9 +139,23 @@ def fit_model(task: FitTask) -> FitResult:
         dynamic=task.config.dynamic,
     )
     dense = None if task.dense_gib is None else _bytes("--dense-gib", task.dense_gib)
-    weighed = weigh(task.model.expanduser(), tp=task.gpus, kv_dtype=task.kv_dtype)
+    weighed = _weighed(task)
+    if task.recipe is not None:
+        load = replace(load, ram_reserve_bytes=load.ram_reserve_bytes + task.recipe.facts.host_bytes)
     weighed = weighed if dense is None else with_dense(weighed, dense)
     return FitResult(weighed=weighed, machine=machine, load=load, fit=fit(weighed, machine=machine, load=load))
+
+
+def _weighed(task: FitTask) -> Weighed:
+    """The model, by its files or by a recipe's facts and its choice of a KV cache."""
+    recipe = task.recipe
+    if recipe is None:
+        return weigh(task.model, tp=task.gpus, kv_dtype=task.kv_dtype)
+    weighed = weigh_recipe(recipe, tp=task.gpus, kv_dtype=task.kv_dtype)
+    if not has_chosen_kv(recipe, tp=task.gpus, kv_dtype=task.kv_dtype):
+        return weighed
+    asked = kv_bytes(recipe, tp=task.gpus, context=task.context, concurrency=task.concurrency) or 0
+    return with_kv_chosen(weighed, kv_bytes=asked, concurrency=task.concurrency)
 
 
 def _bytes(option: str, gibs: float) -> int:
@@ -126,183 +183,3 @@ def _link(gigabytes: float) -> float:
     if not 0.1 <= gigabytes <= 1000:
         raise ConfigError("--link", got=f"{gigabytes:g} GB/s", wanted="0.1 to 1000 GB/s", do="check the unit")
     return gigabytes * 1e9
-
-
-def fit_json(result: FitResult) -> dict[str, Any]:
-    """Everything, in bytes.
-
-    Args:
-        result: From fit_model.
-    """
-    weighed, found, sizes = result.weighed, result.fit, result.weighed.sizes
-    return {
-        "kind": "fit",
-        "source": weighed.source,
-        "model": {"name": sizes.name, "quantisation": sizes.quantisation, **sizes.identity.to_json()},
-        "gpus": result.machine.num_gpus,
-        "fits": found.fits,
-        "expert_bytes": sizes.expert_bytes,
-        "row_bytes": dict(zip(map(str, sizes.identity.layers or ()), sizes.row_bytes.tolist(), strict=True)),
-        "dense_bytes": asdict(weighed.dense),
-        "draft_bytes": {**asdict(weighed.draft), "loaded": result.load.has_draft},
-        "kv": _kv_json(result),
-        "reserve_bytes": result.load.reserve_bytes,
-        "room_bytes": asdict(found.room),
-        "sure": _placement_json(found.sure, result=result),
-        "best": _placement_json(found.best, result=result),
-        "findings": [asdict(finding) for finding in found.findings],
-        "notices": [str(notice) for notice in weighed.notices],
-    }
-
-
-def _kv_json(result: FitResult) -> dict[str, Any]:
-    kv, load = result.weighed.kv, result.load
-    most = kv_token_range(result.weighed, machine=result.machine, load=load)
-    return {
-        "dtype": kv.dtype,
-        "layers": kv.kinds,
-        "bytes_per_token": None if kv.unknown else kv.token_bytes,
-        "window_bytes_per_sequence": None if kv.unknown else kv.window_bytes(load.context),
-        "state_bytes_per_sequence": None if kv.unknown else kv.state_bytes,
-        "context": load.context,
-        "concurrency": load.concurrency,
-        "bytes": asdict(result.fit.kv_bytes),
-        "unknown": list(kv.unknown),
-        "most_tokens": None if most is None else asdict(most),
-        "tokens_per_hot_gib": kv_tokens_per_gib(result.weighed),
-    }
-
-
-def _placement_json(placement: Placement | None, *, result: FitResult) -> dict[str, Any] | None:
-    if placement is None:
-        return None
-    layers = result.weighed.sizes.identity.layers or ()
-    per_node = host_bytes(placement, machine=result.machine)
-    return {
-        **asdict(placement),
-        "hot_rows": dict(zip(map(str, layers), placement.hot_rows, strict=True)),
-        "host_bytes": sum(per_node.values()),
-        "host_bytes_per_node": None if None in per_node else {str(node): need for node, need in per_node.items()},
-        "token_link_seconds": _link_seconds(placement, machine=result.machine),
-    }
-
-
-def _link_seconds(placement: Placement, *, machine: Machine) -> float | None:
-    return None if machine.link_bytes_per_s is None else placement.token_cold_bytes / machine.link_bytes_per_s
-
-
-def print_fit(result: FitResult, *, per_layer: bool) -> None:
-    """The bill of one GPU, the host's, and what binds.
-
-    Args:
-        result: From fit_model.
-        per_layer: Whether to print every layer.
-    """
-    weighed, sizes = result.weighed, result.weighed.sizes
-    identity = sizes.identity
-    what = f"{len(identity.layers or ())} of {sizes.num_decoder_layers} layers x {identity.num_experts} experts"
-    title = f"{sizes.name}: {what}, top-{identity.top_k}, {sizes.quantisation or 'not quantised'}"
-    console.table(title, columns=["on each GPU", ""], rows=_bill(result))
-    console.prose(f"read from {_SOURCES[weighed.source]}; experts cut over {result.machine.num_gpus} GPU(s)")
-    placement = result.fit.placement
-    if placement is not None:
-        _print_placement(placement, result=result)
-    if per_layer and placement is not None:
-        _print_layers(placement, result=result)
-    for finding in result.fit.findings:
-        console.prose(
-            finding.text, label="! " if finding.binds else "- ", indent=2, style="bold" if finding.binds else ""
-        )
-    verdict = {True: "it fits", False: "it does not fit", None: "whether it fits is open"}[result.fit.fits]
-    console.prose(verdict, style="bold")
-
-
-def _bill(result: FitResult) -> list[list[str]]:
-    """What one GPU holds, line by line."""
-    weighed, found, load = result.weighed, result.fit, result.load
-    sizes, kv = weighed.sizes, weighed.kv
-    low, high = int(sizes.row_bytes.min()), int(sizes.row_bytes.max())
-    row = f"{low:,} bytes" if low == high else f"{low:,} to {high:,} bytes"
-    kinds = ", ".join(f"{number} {kind}" for kind, number in kv.kinds.items())
-    loaded = "" if load.has_draft else " (not loaded without --draft)"
-    token = "unknown" if kv.unknown else f"{kv.token_bytes:,} bytes per token"
-    rows = [
-        ["GPU memory", gib(result.machine.vram_bytes)],
-        ["reserve", gib(load.reserve_bytes)],
-        ["dense weights", _spell(weighed.dense)],
-        [f"KV cache, {load.concurrency} x {load.context:,} tokens ({kinds} layers; {token})", _spell(found.kv_bytes)],
-        [
-            "room for experts",
-            _spell(found.room) if found.sure or not found.best else f"at most {gib(found.room.most or 0)}",
-        ],
-        [f"all experts (a row is {row})", gib(sizes.expert_bytes)],
-    ]
-    if weighed.draft.most != 0:
-        rows.insert(3, [f"draft (MTP) layers{loaded}", _spell(weighed.draft)])
-    return rows
-
-
-def _spell(bytes_: Range) -> str:
-    """A range for people."""
-    if bytes_.is_exact:
-        return gib(bytes_.least)
-    if bytes_.most is None:
-        return f"at least {gib(bytes_.least)}" if bytes_.least else "unknown"
-    return f"{gib(bytes_.least)} to {gib(bytes_.most)}"
-
-
-def _print_placement(placement: Placement, *, result: FitResult) -> None:
-    """Hot on the GPU, cold on the host, and what a token reads."""
-    at_most = "" if result.fit.sure is not None else "at most "
-    at_least = "" if result.fit.sure is not None else "at least "
-    low, high = min(placement.hot_rows), max(placement.hot_rows)
-    rows = f"{low}" if low == high else f"{low} to {high}"
-    spare = f" and {placement.spare_rows} spare rows" if placement.spare_rows else ""
-    console.prose(
-        f"hot: {at_most}{rows} experts per layer ({rate(placement.hot_share)}){spare}, {gib(placement.used_bytes)} on each GPU"
-    )
-    per_node = host_bytes(placement, machine=result.machine)
-    nodes = (
-        "" if None in per_node else f" ({', '.join(f'node {node}: {gib(need)}' for node, need in per_node.items())})"
-    )
-    console.prose(f"the host holds {at_least}{gib(sum(per_node.values()))} of cold experts{nodes}")
-    if placement.cold_bytes:
-        _print_orientation(placement, result=result)
-
-
-def _print_orientation(placement: Placement, *, result: FitResult) -> None:
-    """What a token would read, and what hot rows cost in cache."""
-    seconds = _link_seconds(placement, machine=result.machine)
-    link = "" if seconds is None else f", {1000 * seconds:.1f} ms over the link"
-    at_least = "" if result.fit.sure is not None else "at least "
-    console.prose(
-        f"for orientation: a token of uniform traffic reads {at_least}{gib(placement.token_cold_bytes)} of cold experts per GPU{link}; "
-        "with counts of real traffic hotsplit forecast tells more"
-    )
-    per_gib, most = (
-        kv_tokens_per_gib(result.weighed),
-        kv_token_range(result.weighed, machine=result.machine, load=result.load),
-    )
-    if per_gib is not None and most is not None:
-        console.prose(
-            f"a GiB of hot rows costs {per_gib:,} tokens of KV cache; beside the fewest hot rows {_spell_tokens(most)} fit"
-        )
-
-
-def _spell_tokens(tokens: Range) -> str:
-    """A range of tokens for people; without a lower end it is no more than an upper one."""
-    if tokens.is_exact:
-        return f"{tokens.least:,}"
-    return f"{tokens.least:,} to {tokens.most:,}" if tokens.least else f"at most {tokens.most:,}"
-
-
-def _print_layers(placement: Placement, *, result: FitResult) -> None:
-    sizes = result.weighed.sizes
-    num_experts = sizes.identity.num_experts or 0
-    rows = [
-        [str(layer), f"{row:,}", str(hot), gib((num_experts - hot) * row)]
-        for layer, row, hot in zip(
-            sizes.identity.layers or (), sizes.row_bytes.tolist(), placement.hot_rows, strict=True
-        )
-    ]
-    console.table("", columns=["layer", "row bytes", "hot", "cold per GPU"], rows=rows)

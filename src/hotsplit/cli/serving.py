@@ -7,13 +7,15 @@ The workers check again what they can see and this cannot: the device, and the t
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hotsplit.cli import console
+from hotsplit.cli.recipes_mismatch import recipe_mismatch
 from hotsplit.cli.vllm_process import READY_TIMEOUT, Vllm, parallel_sizes, require_plugin, server_arguments
 from hotsplit.config import PREFIX, HotsplitConfig, as_written, settings, variable_name
 from hotsplit.errors import HistogramError
@@ -25,6 +27,7 @@ from hotsplit.plan.dialects import split_set
 from hotsplit.plan.planner import PlanOptions
 from hotsplit.plan.sizes import ExpertSizes, expert_sizes, left_out
 from hotsplit.plan.stage import stage_of
+from hotsplit.recipes.recipe import Recipe
 from hotsplit.units import gib
 
 _READ_BYTES_PER_S = 100_000_000
@@ -48,6 +51,12 @@ class ServeTask:
     """Settings."""
     environ: Mapping[str, str]
     """The environment that vLLM gets, but for what changes in it."""
+    recipe: Recipe | None = None
+    """What the flags and settings are from, beside the user."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Of vLLM, from the recipe."""
+    notices: tuple[Notice, ...] = ()
+    """What was said while the task was made."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +97,8 @@ class Start:
 
     model: str
     """As vLLM gets it."""
+    recipe: str | None
+    """Name of the recipe, if there is one."""
     vllm: Vllm
     """What starts."""
     tp: int
@@ -109,6 +120,12 @@ class Start:
     notices: tuple[Notice, ...]
     """To be said aloud."""
 
+    @property
+    def command(self) -> str:
+        """What a shell would have to be told to start the same: variables and all."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.changes.items()]
+        return " ".join((*variables, shlex.join(self.arguments)))
+
 
 def prepare(task: ServeTask, *, find_vllm: Callable[[], Vllm]) -> Start:
     """Check everything that can be checked before weights are loaded.
@@ -121,26 +138,30 @@ def prepare(task: ServeTask, *, find_vllm: Callable[[], Vllm]) -> Start:
         HotsplitError: A setting, a flag, the model's folder or a file is wrong, nothing fits the budget, or vLLM would
             start without hotsplit.
     """
-    vllm = find_vllm()
     tp, pp = parallel_sizes(task.flags)
-    notices: list[Notice] = []
-    preview, timeout_s = None, vllm.ready_timeout_s
-    if task.config.enable is False:
-        notices.append(Notice(name="off", text="hotsplit is off (HOTSPLIT_ENABLE=0): stock vLLM starts", strict=False))
-    else:
-        require_plugin(vllm, environ=task.environ)
+    notices = list(task.notices)
+    preview, checkpoint, is_on = None, None, task.config.enable is not False
+    if is_on:
         notices += _idle_settings(task.config)
         preview, checkpoint = _checked(task, tp=tp, pp=pp, notices=notices)
-        timeout_s = max(timeout_s, _loading_s(checkpoint))
-        notices += _timeout_notices(timeout_s, vllm=vllm, checkpoint=checkpoint)
+    else:
+        notices.append(Notice(name="off", text="hotsplit is off (HOTSPLIT_ENABLE=0): stock vLLM starts", strict=False))
+    console.note("loading vLLM, to ask it")  # last, since it takes seconds: what is wrong in the above need not wait
+    vllm = find_vllm()
+    if is_on:
+        require_plugin(vllm, environ=task.environ)
+    timeout_s = max(vllm.ready_timeout_s, _loading_s(checkpoint))
+    notices += _timeout_notices(timeout_s, vllm=vllm, checkpoint=checkpoint)
     if not vllm.has_command:
         text = "no distribution is called vllm, which vLLM's own command asks for: its older entry point starts instead"
         notices.append(Notice(name="no-vllm-command", text=text, strict=False))
     model = str(Path(task.model).expanduser()) if task.model.startswith("~") else task.model
-    changes = _changes(task.config, timeout_s=timeout_s if timeout_s > vllm.ready_timeout_s else None)
+    ours = _changes(task.config, timeout_s=timeout_s if timeout_s > vllm.ready_timeout_s else None)
+    changes = {**task.variables, **ours}
     stays = {name: value for name, value in task.environ.items() if not name.startswith(PREFIX)}
     return Start(
         model=model,
+        recipe=None if task.recipe is None else task.recipe.name,
         vllm=vllm,
         tp=tp,
         pp=pp,
@@ -197,6 +218,7 @@ def _checked(task: ServeTask, *, tp: int, pp: int, notices: list[Notice]) -> tup
         return None, None
     checkpoint = read_headers(Path(task.model).expanduser())
     sizes = expert_sizes(checkpoint, tp=tp)
+    notices += [] if task.recipe is None else recipe_mismatch(task.recipe, sizes=sizes, strict=task.config.strict)
     if task.config.hot_bytes is None and task.config.plan is None:
         _, said = read_counts(task.config.counts, sizes=sizes)
         enforce(said, strict=task.config.strict, error=HistogramError)
@@ -213,7 +235,12 @@ def _checked(task: ServeTask, *, tp: int, pp: int, notices: list[Notice]) -> tup
 
 def _is_local(model: str) -> bool:
     """Whether a model is meant as a folder; anything else is a hub id, which vLLM downloads."""
-    return Path(model).expanduser().exists() or model.count("/") != 1 or model.startswith((".", "~", "/"))
+    return (
+        Path(model).expanduser().exists()
+        or model.count("/") != 1
+        or model.startswith((".", "~", "/"))
+        or model[-1:] == "/"
+    )
 
 
 def _request(config: HotsplitConfig, *, pp: int) -> PlanRequest:
@@ -291,6 +318,8 @@ def start_json(start: Start) -> dict[str, Any]:
         "settings": {name: {"value": value, "origin": origin} for name, value, origin in start.config.rows()},
         "plan": None if start.preview is None else asdict(start.preview),
         "ready_timeout_s": start.ready_timeout_s,
+        "recipe": start.recipe,
+        "command": start.command,
         "arguments": list(start.arguments),
         "environment": dict(start.changes),
         "notices": [str(notice) for notice in start.notices],
@@ -305,6 +334,8 @@ def print_start(start: Start) -> None:
     """
     title = f"{start.model}: vLLM {start.vllm.version}, tensor-parallel {start.tp}, pipeline-parallel {start.pp}"
     console.table(title, columns=["setting", "value", "from"], rows=start.config.rows())
+    console.out.print()
+    console.out.print(start.command)
     console.out.print()
     if start.config.enable is False:
         return

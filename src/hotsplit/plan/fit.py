@@ -16,7 +16,7 @@ Shapes: L MoE layers, E routed experts per layer, H hot rows.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -99,6 +99,8 @@ class Finding:
     """Whether it stops this setup."""
     text: str
     """The number that binds, and the way out."""
+    is_open: bool = False
+    """Whether it stops this setup at one end of a range, and not at the other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +130,7 @@ class Fit:
         """Whether it runs: True surely, False surely not, None where the ranges leave it open."""
         if any(finding.binds for finding in self.findings):
             return False
-        return True if self.sure is not None else None
+        return None if self.sure is None or any(finding.is_open for finding in self.findings) else True
 
 
 def fit(weighed: Weighed, *, machine: Machine, load: Load) -> Fit:
@@ -150,7 +152,7 @@ def fit(weighed: Weighed, *, machine: Machine, load: Load) -> Fit:
         *_heads_findings(weighed, machine=machine),
         *_vram_findings(weighed, best=best, room=best_room, machine=machine, load=load),
         *_open_findings(weighed, sure=sure, best=best, sure_room=sure_room),
-        *_host_findings(weighed, best=best, machine=machine, load=load),
+        *_host_findings(weighed, sure=sure, best=best, machine=machine, load=load),
         *_whole_findings(weighed, sure=sure),
     ]
     room = Range(least=best_room if sure_room is None else sure_room, most=best_room)
@@ -296,52 +298,87 @@ def _open_findings(
     weighed: Weighed, *, sure: Placement | None, best: Placement | None, sure_room: int | None
 ) -> list[Finding]:
     """What the ranges leave open."""
-    findings = [
-        Finding(name="kv-unknown", binds=False, text=f"the KV cache is unknown: {reason}")
-        for reason in weighed.kv.unknown
-    ]
+    unknown = [f"the KV cache is unknown: {reason}" for reason in weighed.kv.unknown]
+    findings = [Finding(name="kv-unknown", binds=False, text=text, is_open=True) for text in unknown]
     if best is not None and sure is None and sure_room is not None:
         text = (
             f"whether it fits depends on how ranks share dense weights: {gib(weighed.dense.least)} to "
             f"{gib(weighed.dense.most or 0)} each"
         )
-        findings.append(Finding(name="dense-open", binds=False, text=text))
+        findings.append(Finding(name="dense-open", binds=False, text=text, is_open=True))
     return findings
 
 
-def _host_findings(weighed: Weighed, *, best: Placement | None, machine: Machine, load: Load) -> list[Finding]:
-    """Cold rows that the host, or one of its nodes, cannot hold."""
-    if best is None or not best.cold_bytes:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _HostNeed:
+    """Where cold rows lack most host memory."""
+
+    node: int | None
+    """NUMA node; None for the host as a whole."""
+    cold_bytes: int
+    """Of cold rows there."""
+    ram_bytes: int
+    """What there is."""
+    reserve_bytes: int
+    """Of it, left for everything else."""
+
+    @property
+    def short_bytes(self) -> int:
+        """What lacks; below 0 where there is more than is needed."""
+        return self.cold_bytes + self.reserve_bytes - self.ram_bytes
+
+    def __str__(self) -> str:
+        return "host memory" if self.node is None else f"memory of NUMA node {self.node}"
+
+
+def _host_need(placement: Placement, *, machine: Machine, load: Load) -> _HostNeed:
+    """The host's need, or that of its node that lacks most."""
+    ram = machine.ram_bytes
+    per_node = host_bytes(placement, machine=machine if len(ram) > 1 else replace(machine, nodes=None))
+    reserve = load.ram_reserve_bytes // len(ram)
+    node, cold = max(per_node.items(), key=lambda item: item[1] - ram[item[0] or 0])
+    return _HostNeed(node=node, cold_bytes=cold, ram_bytes=ram[node or 0], reserve_bytes=reserve)
+
+
+def _host_findings(
+    weighed: Weighed, *, sure: Placement | None, best: Placement | None, machine: Machine, load: Load
+) -> list[Finding]:
+    """Cold rows that the host, or one of its nodes, cannot hold: at both ends of the ranges, or at one."""
+    if best is not None and best.cold_bytes:
+        need = _host_need(best, machine=machine, load=load)
+        if need.short_bytes > 0:
+            return [_short_host(weighed, best=best, need=need, load=load)]
+    if best is None or sure is None or not sure.cold_bytes:
         return []
-    per_node = host_bytes(best, machine=machine)
-    if len(machine.ram_bytes) > 1:
-        share = load.ram_reserve_bytes // len(machine.ram_bytes)
-        lacks = {node: need - (machine.ram_bytes[node or 0] - share) for node, need in per_node.items()}
-    else:
-        share = load.ram_reserve_bytes
-        lacks = {None: sum(per_node.values()) - (machine.ram_bytes[0] - load.ram_reserve_bytes)}
-    node, short = max(lacks.items(), key=lambda item: item[1])
-    if short <= 0:
+    need = _host_need(sure, machine=machine, load=load)
+    if need.short_bytes <= 0:
         return []
-    ranks = machine.num_gpus if node is None or machine.nodes is None else Counter(machine.nodes)[node]
-    each = -(-short // ranks)
-    where = "host memory" if node is None else f"memory of NUMA node {node}"
-    cures = [f"{gib(short)} more of it"]
+    ranks = need.cold_bytes // sure.cold_bytes
+    text = (
+        f"whether {need} suffices depends on how ranks share dense weights: cold experts take "
+        f"{gib(best.cold_bytes * ranks)} to {gib(need.cold_bytes)}, and there is {gib(need.ram_bytes - need.reserve_bytes)} "
+        f"beside a reserve of {gib(need.reserve_bytes)}; {gib(need.short_bytes)} more of it makes it sure"
+    )
+    return [Finding(name="ram-open", binds=False, text=text, is_open=True)]
+
+
+def _short_host(weighed: Weighed, *, best: Placement, need: _HostNeed, load: Load) -> Finding:
+    """Even at the lower end: what lacks, and the ways out."""
+    each = -(-need.short_bytes // (need.cold_bytes // best.cold_bytes))
+    cures = [f"{gib(need.short_bytes)} more of it"]
     # no GPU can take more off the host than is cold: past that, the reserve is what lacks
     if each <= best.cold_bytes:
         cures.append(f"{gib(each)} more per GPU for hot rows")
-    if each <= best.cold_bytes and weighed.kv.token_bytes:
-        tokens = -(-each // weighed.kv.token_bytes)
-        if tokens <= load.context * load.concurrency:
+        tokens = -(-each // (weighed.kv.token_bytes or 1))
+        if weighed.kv.token_bytes and tokens <= load.context * load.concurrency:
             cures.append(f"{tokens:,} tokens of KV cache fewer")
-    ram = machine.ram_bytes[node or 0]
-    if ram < share:
-        cures.append(f"a lower --ram-reserve-gib: {gib(ram)} are below the reserve itself")
+    if need.ram_bytes < need.reserve_bytes:
+        cures.append(f"a lower --ram-reserve-gib: {gib(need.ram_bytes)} are below the reserve itself")
     text = (
-        f"{where} binds: cold experts take {gib(per_node.get(node, sum(per_node.values())))}, {gib(short)} more than there "
-        f"is beside a reserve of {gib(share)}. It needs {', or '.join(cures)}"
+        f"{need} binds: cold experts take {gib(need.cold_bytes)}, {gib(need.short_bytes)} more than there "
+        f"is beside a reserve of {gib(need.reserve_bytes)}. It needs {', or '.join(cures)}"
     )
-    return [Finding(name="ram", binds=True, text=text)]
+    return Finding(name="ram", binds=True, text=text)
 
 
 def _whole_findings(weighed: Weighed, *, sure: Placement | None) -> list[Finding]:

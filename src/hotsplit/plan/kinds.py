@@ -39,7 +39,7 @@ _KINDS = {
     "-": "none",
 }
 """What layer_types and its older names say, by our kinds; letters are those of hybrid_override_pattern."""
-_STRANGE = (
+STRANGE = (
     "compress_rates",
     "compress_ratios",
     "compress_rate_csa",
@@ -64,11 +64,13 @@ def layer_kinds(text: Config) -> list[str]:
     num_layers = model_facts(text).num_layers
     if num_layers is None:
         return ["an unknown number of layers"]
-    for schedule in (_named, _bits, _delta_attention, _every_nth_full, _attention_period, _windows):
+    strange = next((name for name in STRANGE if name in text), None)
+    # a window beside such a field is one of several things that a layer keeps
+    windows = (_windows,) if strange is None else ()
+    for schedule in (_named, _bits, _delta_attention, _every_nth_full, _attention_period, *windows):
         kinds = schedule(text, num_layers)
         if kinds is not None:
             return kinds if len(kinds) == num_layers else ["a schedule of another length"] * num_layers
-    strange = next((name for name in _STRANGE if name in text), None)
     return [strange or "full"] * num_layers
 
 
@@ -151,7 +153,7 @@ def _listed(text: Config) -> Chosen | None:
     """A list of names, of bits, or of layers."""
     for name in ("mlp_layer_types", "layers_block_type", "hybrid_override_pattern"):
         listed = text.get(name)
-        if isinstance(listed, list | str) and set(listed) & {"sparse", "moe", "hash_moe", "E"}:
+        if isinstance(listed, list | str) and set(map(str, listed)) & {"sparse", "moe", "hash_moe", "E"}:
             kinds = [str(kind) in ("sparse", "moe", "hash_moe", "E") for kind in listed]
             return lambda number: number < len(kinds) and kinds[number]
     if isinstance(bits := text.get("moe_layer_freq"), list):
@@ -161,8 +163,7 @@ def _listed(text: Config) -> Chosen | None:
         if isinstance(listed, str):
             listed = [int(part) for part in listed.split(",") if part.strip().isdigit()]
         if isinstance(listed, list) and listed:
-            layers = set(listed)
-            return lambda number: number in layers
+            return lambda number: number in listed
     return None
 
 
@@ -186,7 +187,8 @@ def _periods(text: Config) -> Chosen | None:
 
 def _sparse_step(text: Config) -> Chosen | None:
     """Every nth layer but for those that are listed as dense."""
-    dense = text.get("mlp_only_layers") or []
+    listed = text.get("mlp_only_layers")
+    dense = listed if isinstance(listed, list) else []
     step = text.get("decoder_sparse_step", 1)
     if not dense and "decoder_sparse_step" not in text:
         return None

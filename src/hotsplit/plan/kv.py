@@ -12,7 +12,8 @@ cache no longer shrinks with ranks. A layer whose kind or shape the fields do no
 
     DeepSeek-V3: 61 latent layers x (512 + 64) x 2 bytes = 70,272 bytes per token on every rank, whatever TP is
 
-Source: the shapes of states are those that vLLM 0.32 (Apache-2.0) allocates, mamba_utils.py; field names are those of
+Source: the shapes of states are those that vLLM 0.32 (Apache-2.0) allocates, mamba_utils.py, and the packed form of sparse latent layers is that of its flashmla_sparse.py
+(656 bytes for a rank of 512; kernels that take plain fp8 need 576); field names are those of
 the configuration classes in transformers 5.23 (Apache-2.0). No code was taken. Engines round caches up to whole blocks.
 """
 
@@ -24,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hotsplit.plan.kinds import layer_kinds
+from hotsplit.plan.kinds import STRANGE, layer_kinds
 from hotsplit.plan.layouts import language_config
 
 DTYPE_BYTES: Mapping[str, int] = {
@@ -139,6 +140,8 @@ class _Shapes:
 
     def layer(self, kind: str, index: int) -> KvLayer:
         """One layer; a shape that is not told makes it unknown."""
+        if kind in STRANGE:
+            return _unknown(f"what layers with {kind} in config.json keep is not known here")
         if kind not in ("full", "indexed", "sliding", "chunked", "state", "conv", "none"):
             return _unknown(f"layers of type {kind!r} are not known here")
         try:
@@ -192,7 +195,11 @@ class _Shapes:
         rotary = self.text.get("qk_rope_head_dim")
         if type(rotary) is not int:
             raise _NotToldError("qk_rope_head_dim")
-        latent = (self._number("kv_lora_rank") + rotary) * self.kv_bytes
+        rank = self._number("kv_lora_rank")
+        latent = (rank + rotary) * self.kv_bytes
+        if self.text.get("index_topk") and self.kv_bytes == 1:
+            # vLLM's packed form for sparse attention: a scale per 128 elements, and the rotary part in two bytes
+            latent = rank + 4 * -(-rank // 128) + 2 * rotary
         if not self.text.get("index_topk") or self._shares_index(index):
             return latent
         keys = self._number("index_head_dim")

@@ -30,6 +30,9 @@ from hotsplit.plan.sizes import ExpertSizes
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 """Name inside the expert -> dtype and shape."""
 
+_Method = Callable[["ExpertShape", Mapping[str, Any]], Tensors | None]
+"""What an expert is stored as; None for a variant that is not known."""
+
 _HIDDEN = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size")
 _TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _MAX_LAYERS = 2**14
@@ -171,8 +174,7 @@ def expert_tensors(config: Mapping[str, Any], *, what: str) -> Tensors:
     Raises:
         CheckpointError: A dimension that config.json lacks, or a quantisation that is not known here.
     """
-    text = language_config(config)
-    method = text.get("quantization_config") or config.get("quantization_config")
+    method = _method(config)
     shape = expert_shape(config, what=what)
     if not isinstance(method, dict):
         return _plain(shape, {})
@@ -181,11 +183,51 @@ def expert_tensors(config: Mapping[str, Any], *, what: str) -> Tensors:
         got = f"quantisation {name!r}" + (" that leaves experts out" if name in _METHODS else "")
         known = ", ".join(_METHODS)
         raise CheckpointError(what, got=got, wanted=f"one of {known}", do="give the folder with safetensors headers")
-    tensors = _METHODS[name](shape, method)
+    tensors = (_own_method(config) or _METHODS[name])(shape, method)
     if tensors is None:
         got = f"a variant of {name} that is not known here"
         raise CheckpointError(what, got=got, do="give the folder with safetensors headers")
     return tensors
+
+
+def named_type(config: Mapping[str, Any]) -> str | None:
+    """How a config says that routed experts are stored; None where they go the way of all weights.
+
+    Three spellings: `expert_dtype` beside or inside the method (DeepSeek-V4), `moe_quant_algo` (its NVFP4 checkpoints),
+    and `store_dtype` (MiMo-V2.6).
+
+    Args:
+        config: config.json.
+    """
+    text, method = language_config(config), _method(config)
+    if not isinstance(method, dict):
+        return None
+    keys = ("moe_quant_algo", "expert_dtype", "store_dtype")
+    named = [part.get(key) for key in keys for part in (method, text, config)]
+    return next((str(value).lower() for value in named if isinstance(value, str)), None)
+
+
+def expert_type(config: Mapping[str, Any]) -> str | None:
+    """How routed experts are stored, by their config alone.
+
+    Args:
+        config: config.json.
+    """
+    named = named_type(config)
+    is_v4 = isinstance(_method(config), dict) and str(config.get("model_type")).startswith("deepseek_v4")
+    # fp4 is what vLLM 0.32 and DeepSeek's own code take where the config is silent
+    return "fp4" if named is None and is_v4 else named
+
+
+def _method(config: Mapping[str, Any]) -> object:
+    """How all weights are quantised, as config.json has it."""
+    return language_config(config).get("quantization_config") or config.get("quantization_config")
+
+
+def _own_method(config: Mapping[str, Any]) -> _Method | None:
+    """How to write such experts down. What is named and not known is no variant of anything: nothing is guessed."""
+    own = expert_type(config)
+    return None if own is None else _OWN_METHODS.get(own, lambda _shape, _method: None)
 
 
 def expert_shape(config: Mapping[str, Any], *, what: str) -> ExpertShape:
@@ -226,7 +268,8 @@ def _size(value: object) -> int | None:
 
 def _spares_experts(method: Mapping[str, Any]) -> bool:
     """Whether routed experts are among what the method leaves out."""
-    spared = [entry for key in ("ignore", "modules_to_not_convert") for entry in method.get(key) or []]
+    lists = [method.get(key) for key in ("ignore", "modules_to_not_convert")]
+    spared = [entry for listed in lists if isinstance(listed, list) for entry in listed]
     routed = [str(entry) for entry in spared if "experts" in str(entry) and "shared_expert" not in str(entry)]
     return bool(routed)
 
@@ -336,7 +379,11 @@ def _compressed_tensors(shape: ExpertShape, method: Mapping[str, Any]) -> Tensor
     return tensors
 
 
-_METHODS: Mapping[str, Callable[[ExpertShape, Mapping[str, Any]], Tensors | None]] = {
+def _nvfp4(shape: ExpertShape, _method: Mapping[str, Any]) -> Tensors | None:
+    return _modelopt(shape, {"quant_algo": "NVFP4"})
+
+
+_METHODS: Mapping[str, _Method] = {
     "fp8": _fp8,
     "mxfp4": _mxfp4,
     "compressed-tensors": _compressed_tensors,
@@ -345,3 +392,5 @@ _METHODS: Mapping[str, Callable[[ExpertShape, Mapping[str, Any]], Tensors | None
     "modelopt": _modelopt,
 }
 """By quant_method; None for a variant that is not known."""
+_OWN_METHODS: Mapping[str, _Method] = {"fp4": _mxfp4, "mxfp4": _mxfp4, "fp8": _fp8, "nvfp4": _nvfp4}
+"""By what a config says of its routed experts alone."""

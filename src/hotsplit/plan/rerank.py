@@ -56,7 +56,12 @@ def merge(reference: Histogram, live: Histogram, *, live_weight: float = 1.0) ->
 
 
 def rerank(
-    reference: Histogram, live: Histogram, *, live_weight: float = 1.0, min_tokens: int = MIN_TOKENS
+    reference: Histogram,
+    live: Histogram,
+    *,
+    live_weight: float = 1.0,
+    min_tokens: int = MIN_TOKENS,
+    what: str = "the live sample",
 ) -> tuple[Histogram, list[Notice]]:
     """Merge, once the live sample is large enough to be believed and of the same model.
 
@@ -65,6 +70,7 @@ def rerank(
         live: Numbers of pairs, or scaled counts that carry their number of tokens.
         live_weight: What the live shares weigh; the reference's weigh 1.
         min_tokens: Decode tokens that every layer of `live` must have; 0 asks for nothing.
+        what: Live, for messages.
 
     Returns:
         The merged histogram; notices on what could not be compared and what one side alone decides.
@@ -74,9 +80,9 @@ def rerank(
         PlanMismatchError: The two are of different models; names the field.
         ConfigError: The weight is negative or not finite.
     """
-    notices = require_same(live.identity, reference.identity, what="the live sample")
-    notices += quantisation_notices(live.quantisation, reference.quantisation, what="the live sample")
-    _require_tokens(live, top_k=live.identity.top_k or reference.identity.top_k, min_tokens=min_tokens)
+    notices = require_same(live.identity, reference.identity, what=what)
+    notices += quantisation_notices(live.quantisation, reference.quantisation, what=what)
+    _require_tokens(live, top_k=live.identity.top_k or reference.identity.top_k, min_tokens=min_tokens, what=what)
     for phase in PHASES:
         if phase in live.phases and phase not in reference.phases:
             text = f"the reference has no {phase} counts: those of the result are the live sample's alone"
@@ -101,7 +107,7 @@ def fewest_tokens(histogram: Histogram, *, top_k: int | None) -> tuple[int, floa
     return histogram.layers[layer_id], float(tokens_L[layer_id])
 
 
-def _require_tokens(live: Histogram, *, top_k: int | None, min_tokens: int) -> None:
+def _require_tokens(live: Histogram, *, top_k: int | None, min_tokens: int, what: str) -> None:
     """Raise for the layer with the fewest decode tokens, if they are too few."""
     if min_tokens <= 0:
         return
@@ -109,13 +115,11 @@ def _require_tokens(live: Histogram, *, top_k: int | None, min_tokens: int) -> N
     fewest = fewest_tokens(live, top_k=top_k)
     if fewest is None:
         got = "counts that do not say how many decode tokens they come from"
-        raise HistogramError("the live sample", got=got, wanted=f"at least {min_tokens} per layer", do=do)
+        raise HistogramError(what, got=got, wanted=f"at least {min_tokens} per layer", do=do)
     layer, tokens = fewest
     if tokens < min_tokens:
         got, wanted = f"{_whole(tokens)} decode tokens", f"at least {min_tokens}"
-        raise HistogramError(
-            f"the live sample, layer {layer}", got=got, wanted=wanted, do=do, layer=layer, value=tokens
-        )
+        raise HistogramError(f"{what}, layer {layer}", got=got, wanted=wanted, do=do, layer=layer, value=tokens)
 
 
 def _whole(tokens: float) -> str:

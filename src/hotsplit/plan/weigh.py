@@ -25,7 +25,7 @@ from hotsplit.notices import Notice
 from hotsplit.plan.checkpoint import Checkpoint, read_headers
 from hotsplit.plan.kv import KvCache, kv_cache
 from hotsplit.plan.layouts import DRAFT, language_config, place
-from hotsplit.plan.outline import outline_sizes, require_plausible
+from hotsplit.plan.outline import expert_type, named_type, outline_sizes, require_plausible
 from hotsplit.plan.shards import INDEX_NAME
 from hotsplit.plan.sizes import ExpertSizes, expert_sizes, left_out
 
@@ -88,6 +88,8 @@ class Weighed:
     """Attention heads, which ranks share out."""
     notices: tuple[Notice, ...]
     """What is not exact, and why."""
+    expert_type: str | None = None
+    """How routed experts are stored, where they go another way than all weights."""
 
 
 def weigh(model: Path, *, tp: int, kv_dtype: str | None = None) -> Weighed:
@@ -124,11 +126,19 @@ def weigh(model: Path, *, tp: int, kv_dtype: str | None = None) -> Weighed:
         kv=kv_cache(config, tp=tp, kv_dtype=kv_dtype),
         num_heads=heads if type(heads) is int else None,
         notices=tuple(notices),
+        expert_type=named_type(config) if source == "headers" else expert_type(config),
     )
 
 
-def _config(model: Path) -> tuple[Path, Mapping[str, Any]]:
-    """The config's file and content."""
+def require_there(model: Path) -> None:
+    """Refuse a model that is not here.
+
+    Args:
+        model: As in `weigh`.
+
+    Raises:
+        CheckpointError: No such folder or file.
+    """
     if not model.exists():
         raise CheckpointError(
             f"model {model}",
@@ -136,6 +146,11 @@ def _config(model: Path) -> tuple[Path, Mapping[str, Any]]:
             wanted="a folder with config.json and safetensors files or their index, or a config.json",
             do="hub ids are not looked up: download at least config.json and the index",
         )
+
+
+def _config(model: Path) -> tuple[Path, Mapping[str, Any]]:
+    """The config's file and content."""
+    require_there(model)
     file = model / "config.json" if model.is_dir() else model
     config = read_json(file, what="model config", error=CheckpointError, repeats=True)
     if not isinstance(config, dict):

@@ -89,7 +89,9 @@ class RangeBanks:
         self.lock = threading.RLock()  # reentrant: a model may be closed by a garbage collection inside of a reading
         """Held while counters or row maps change: readers of other threads take it."""
         self._swaps: ClosableSwaps | None = None
-        self._step = 0
+        self._step, self._is_stepping = 0, False
+        self._settle_wish: str | None = None  # of settle(), for the end of the step under way
+        self._settled_wish: str | None = None
         if options.dynamic:
             self._swaps = device.swaps(rows, router=self.router)
             self.swapper = Swapper(self._swaps, layouts=layers)
@@ -121,14 +123,41 @@ class RangeBanks:
             phase: Of the whole step.
         """
         self._step += 1
-        self.router.begin_step(self._step, phase=phase)
+        with self.lock:
+            self._is_stepping = True
+            self.router.begin_step(self._step, phase=phase)
         try:
             yield
         except BaseException:
-            self.router.abandon_step()
+            with self.lock:
+                self._is_stepping = False
+                self.router.abandon_step()
             raise
         with self.lock:
+            self._is_stepping = False
             self.router.end_step()
+            if self._settle_wish is not None:
+                self.router.settle()
+                self._settled_wish, self._settle_wish = self._settle_wish, None
+
+    def settle(self, wish: str) -> bool:
+        """Bring the counters up to date, from any thread; may wait for the device, and keeps the next step waiting.
+
+        While a step is under way, half of it would be counted: then it is done at its end, and another call says so.
+
+        Args:
+            wish: Names this wish, in the first call and in those that ask what became of it.
+
+        Returns:
+            Whether it was done since the first of these calls.
+        """
+        with self.lock:
+            if not self._is_stepping:
+                self.router.settle()
+                return True
+            if self._settled_wish != wish:
+                self._settle_wish = wish
+            return self._settled_wish == wish
 
     def route(self, layer_id: int, topk_ids: torch.Tensor, *, is_padding: torch.Tensor | None) -> torch.Tensor:
         """Count one layer's pairs and say in which rows they lie.

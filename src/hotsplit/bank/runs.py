@@ -1,6 +1,12 @@
-"""Run folders: where a run leaves its snapshots, and which old ones go.
+"""Run folders: where a run leaves its snapshots, how one asks it for fresh ones, and which old folders go.
 
 Under the state folder, which may be any folder of the user's: only what is certainly a run folder of ours is removed.
+
+A snapshot is written every few seconds and counts may lag behind it. Who needs all that was counted up to now asks:
+
+    who asks      RUN/ask             a word that nobody has used
+    every rank    RUN/rank0.json      its snapshot, as of now
+                  RUN/told-rank0      the same word: the snapshot beside it is as fresh as that
 """
 
 from __future__ import annotations
@@ -12,11 +18,17 @@ import re
 from datetime import UTC, datetime
 from pathlib import Path
 
+from hotsplit.files import write_atomic
+
 KEPT_RUNS = 20
 """Run folders that a start leaves behind."""
 
 _NAME = re.compile(r"\d{8}T\d{6}-(?P<pid>\d+)-\d+")
-_SNAPSHOT = re.compile(r"rank\d+\.json|\.rank\d+\.json\..*")  # the second is what a kill leaves of a write
+_ASK = "ask"
+_MAX_WORD = 200
+"""Bytes of a word that are read: whatever else lies there is none of ours."""
+_OURS = r"rank\d+\.json|ask|told-rank\d+"
+_FILE = re.compile(rf"(?:{_OURS})|\.(?:{_OURS})\..*")  # the second is what a kill leaves of a write
 _numbers = itertools.count()
 
 
@@ -33,12 +45,76 @@ def new_run_dir(state_dir: Path) -> Path:
     return runs / f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}-{next(_numbers)}"
 
 
+def live_runs(state_dir: Path) -> list[Path]:
+    """Folders of runs whose starting process is still there, oldest first.
+
+    Args:
+        state_dir: HOTSPLIT_STATE_DIR.
+    """
+    with contextlib.suppress(OSError):
+        found = [(path, _NAME.fullmatch(path.name)) for path in sorted((state_dir / "runs").iterdir())]
+        return [path for path, name in found if name is not None and path.is_dir() and _is_alive(int(name["pid"]))]
+    return []
+
+
+def ask(run_dir: Path, *, word: str) -> None:
+    """Ask all ranks of a run for snapshots as of now.
+
+    Args:
+        run_dir: The run's folder.
+        word: One that nobody has used before.
+
+    Raises:
+        HotsplitError: The folder cannot be written.
+    """
+    write_atomic(run_dir / _ASK, word.encode())
+
+
+def asked(run_dir: Path) -> str:
+    """The word that was asked with last; empty where nobody has asked.
+
+    Args:
+        run_dir: The run's folder.
+    """
+    return _word(run_dir / _ASK)
+
+
+def tell(run_dir: Path, *, rank: int, word: str) -> None:
+    """Say that a rank's snapshot is as fresh as a word.
+
+    Args:
+        run_dir: The run's folder.
+        rank: Whose snapshot.
+        word: That was asked with.
+
+    Raises:
+        HotsplitError: The folder cannot be written.
+    """
+    write_atomic(run_dir / f"told-rank{rank}", word.encode())
+
+
+def told(run_dir: Path, *, rank: int) -> str:
+    """The word that a rank answered last; empty where it has answered none.
+
+    Args:
+        run_dir: The run's folder.
+        rank: Whose.
+    """
+    return _word(run_dir / f"told-rank{rank}")
+
+
+def _word(path: Path) -> str:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(_MAX_WORD).decode("utf-8", errors="replace")
+    return ""
+
+
 def _is_ended_run(path: Path) -> bool:
-    """Whether this is a folder that a run of ours made, and nothing but its snapshots is in it."""
+    """Whether this is a folder that a run of ours made, and nothing but its files is in it."""
     name = _NAME.fullmatch(path.name)
     if name is None or path.is_symlink() or not path.is_dir() or _is_alive(int(name["pid"])):
         return False
-    return all(_SNAPSHOT.fullmatch(child.name) and child.is_file() for child in path.iterdir())
+    return all(_FILE.fullmatch(child.name) and child.is_file() for child in path.iterdir())
 
 
 def _is_alive(pid: int) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from engines.vllm import toy_experts
 from engines.vllm.toy_experts import W2_BYTES, W13_BYTES, E, expected, forward
-from hotsplit.bank import file_memory
+from hotsplit.bank import file_memory, runs
 from hotsplit.bank.ranges import BankFile
 from hotsplit.config import HotsplitConfig
 from hotsplit.engines.vllm import session as sessions
@@ -160,7 +160,7 @@ def test_rows_that_do_not_lie_where_the_plan_wants_them_stop_the_start(begin, mo
     where = SimpleNamespace(misplaced_bytes=4096, hot_other_bytes=4096, cold_anonymous_bytes=0)
     monkeypatch.setattr(file_memory, "read_residency", lambda ranges: where)
     session = begin()
-    with pytest.raises(BankError, match="where the rows lie: got 0.0 MiB of hot rows outside of memory of their own"):
+    with pytest.raises(BankError, match="where the rows lie: got 4.0 KiB of hot rows outside of memory of their own"):
         load(session)
     require_nothing_left(session)
 
@@ -231,6 +231,64 @@ def test_the_snapshot_file_follows_the_steps_while_the_model_runs(begin, tmp_pat
                 break
             waited.wait(0.01)
         assert num_steps == read_snapshot(path).steps == session.snapshot().steps
+
+
+def wait_until_told(folder, word):
+    """The steps of the snapshot that a word was answered with; None where it was not for a second."""
+    waited = threading.Event()
+    for _ in range(100):
+        if runs.told(folder, rank=0) == word:
+            return read_snapshot(snapshot_path(folder, rank=0)).steps
+        waited.wait(0.01)
+    return None
+
+
+def test_who_asks_gets_a_snapshot_of_every_step_that_has_ended_however_rarely_it_is_written(begin, tmp_path):
+    session = begin()
+    load(session)
+    for num_steps in (1, 2):
+        step(session, [[1, 2]])
+        runs.ask(tmp_path / "run", word=f"word {num_steps}")
+        assert num_steps == wait_until_told(tmp_path / "run", f"word {num_steps}")
+
+
+def test_who_asks_while_a_step_runs_is_answered_when_it_has_ended(begin, tmp_path):
+    session = begin()
+    load(session)
+    with session.banks.step("decode"):
+        runs.ask(tmp_path / "run", word="early")
+        assert wait_until_told(tmp_path / "run", "early") is None
+    assert 0 == wait_until_told(tmp_path / "run", "early")
+
+
+def test_who_asks_is_answered_also_where_one_step_follows_another_without_a_pause(begin, tmp_path):
+    session = begin()
+    load(session)
+    has_ended, waited = threading.Event(), threading.Event()
+
+    def run():
+        while not has_ended.is_set():
+            with session.banks.step("decode"):
+                waited.wait(0.05)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        for number in range(3):
+            runs.ask(tmp_path / "run", word=f"word {number}")
+            assert 0 == wait_until_told(tmp_path / "run", f"word {number}")
+    finally:
+        has_ended.set()
+        thread.join()
+
+
+def test_a_word_that_lay_there_at_the_start_is_not_answered(begin, tmp_path):
+    (tmp_path / "run").mkdir()
+    runs.ask(tmp_path / "run", word="old")
+    session = begin()
+    load(session)
+    runs.ask(tmp_path / "run", word="new")
+    assert 0 == wait_until_told(tmp_path / "run", "new")
 
 
 def test_a_second_model_in_one_process_is_refused_until_the_first_has_ended(begin):

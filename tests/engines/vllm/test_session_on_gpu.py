@@ -12,6 +12,7 @@ from engines.vllm import test_session as on_cpu
 from engines.vllm.planned_ranks import limits_of
 from engines.vllm.test_session import LAYERS, NAME, E, expected, forward, load, scheduled, step
 from engines.vllm.vllm_probe.hotsplit_probe.gpu import PAGE_BYTES, StandIn
+from hotsplit.bank import runs
 from hotsplit.bank.device_memory import DeviceMemory
 from hotsplit.bank.fake_driver import NOTHING
 from hotsplit.engines.vllm import backends, room, tuned
@@ -157,6 +158,20 @@ def test_warm_up_and_capture_are_not_counted(begin):
     step(session, [[3, 3]])
     session.banks.router.settle()
     assert [[0, 0, 0, 2, 0, 0]] * 2 == session.banks.router.counters.counts["decode"].tolist()
+
+
+def test_who_asks_is_told_of_steps_that_the_host_has_not_read_yet(begin, tmp_path):
+    session = begin(DYN_STEPS="2000")
+    load(session)
+    for _ in range(3):
+        step(session, [[3, 3]])
+    assert 0 == session.banks.router.counters.steps, "the host must lag, or the test means nothing"
+    runs.ask(tmp_path / "run", word="now")
+    assert 3 == on_cpu.wait_until_told(tmp_path / "run", "now")
+    with session.banks.step("decode"):
+        runs.ask(tmp_path / "run", word="later")
+        assert on_cpu.wait_until_told(tmp_path / "run", "later") is None
+    assert 4 == on_cpu.wait_until_told(tmp_path / "run", "later")
 
 
 def test_nothing_is_asked_or_enqueued_while_a_graph_is_captured(begin, gpu):

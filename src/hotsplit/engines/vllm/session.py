@@ -356,7 +356,8 @@ class Session:
         notices += tuned.use_stock_counts(counts)
         tuned.mark_cold_weights(self.layers, memory=self._memory)
         announce.loaded(prepared, memory=self._memory, facts=facts, notices=notices, left_alone=self.left_alone)
-        self._teller = Teller(self._record, banks=self._banks, every_s=TELL_EVERY_S)
+        enter_thread = self._backend.enter_thread
+        self._teller = Teller(self._record, banks=self._banks, every_s=TELL_EVERY_S, enter_thread=enter_thread)
         atexit.register(self.close)
 
     def _give_back(self) -> None:

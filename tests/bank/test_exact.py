@@ -16,7 +16,8 @@ E, D, F = 6, 16, 8
 class Bank:
     """A LayerBank that writes down what happens to it; row = expert + 10 where cold."""
 
-    def __init__(self, weights, *, hot, log=None):
+    def __init__(self, weights, *, hot, log=None, last_first=False):
+        self.last_first = last_first
         self.weights, self.hot, self.log = weights, set(hot), [] if log is None else log
 
     def rows_of(self, ids):
@@ -33,6 +34,9 @@ class Bank:
 
     def ask(self, rows):
         self.log.append(("ask", [row - 10 for row in rows]))
+
+    def arrivals(self, rows):
+        return reversed(list(rows)) if self.last_first else iter(rows)
 
 
 def exact(hidden, *, topk_ids, topk_weights, bank, math):
@@ -81,14 +85,21 @@ def traffic(num_tokens=7, top_k=3, *, dtype=torch.bfloat16, seed=1):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @given(
-    hot=st.sets(st.integers(0, E - 1)), num_tokens=st.integers(1, 9), top_k=st.integers(1, 3), seed=st.integers(0, 99)
+    hot=st.sets(st.integers(0, E - 1)),
+    num_tokens=st.integers(1, 9),
+    top_k=st.integers(1, 3),
+    seed=st.integers(0, 99),
+    last_first=st.booleans(),
 )
 @settings(max_examples=25)
-def test_every_placement_gives_the_stock_loops_bits(dtype, hot, num_tokens, top_k, seed):
+def test_every_placement_and_order_of_arrival_gives_the_stock_loops_bits(
+    dtype, hot, num_tokens, top_k, seed, last_first
+):
     rows = weights_of(dtype)
     hidden, ids, weights = traffic(num_tokens, top_k, dtype=dtype, seed=seed)
     expected = stock(hidden, ids, weights, rows, dtype=dtype)
-    got = exact(hidden, topk_ids=ids, topk_weights=weights, bank=Bank(rows, hot=hot), math=math_of(accumulate=dtype))
+    bank = Bank(rows, hot=hot, last_first=last_first)
+    got = exact(hidden, topk_ids=ids, topk_weights=weights, bank=bank, math=math_of(accumulate=dtype))
     assert torch.equal(expected, got)
 
 

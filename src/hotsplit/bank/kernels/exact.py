@@ -1,6 +1,6 @@
 """The exact kernel: any order of computing, the stock module's order of adding.
 
-Hot experts are computed first, while the kernel's read-ahead fetches the cold ones; each expert's output is added to
+Hot experts are computed first, while the cold ones are read, and those as they arrive; each expert's output is added to
 the result in ascending expert id and in the stock module's dtype. Floating-point addition is not associative, so the
 order of adding is what makes the result equal to the stock module's to the bit, wherever a row lies.
 
@@ -9,7 +9,7 @@ Shapes: T tokens, K top-k, D model dim, N = pairs of one expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,10 +30,13 @@ class LayerBank(Protocol):
         """Whether the row lies in fast memory."""
 
     def tensors(self, row: int) -> Tensors:
-        """The tensors of a row."""
+        """The tensors of a row; waits until they are there. The same mapping always means the same addresses."""
 
     def ask(self, rows: Iterable[int]) -> None:
-        """Start reading cold rows."""
+        """Start reading cold rows, without waiting. What an earlier call gave may be gone from here on."""
+
+    def arrivals(self, rows: Iterable[int]) -> Iterator[int]:
+        """The rows that were asked for, each once, in the order in which they arrive; waits for them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,14 +102,18 @@ class _Pairs:
     """Their top-k places, [N], int64."""
 
 
-def _order(pairs: Mapping[int, _Pairs], *, bank: LayerBank, hot_first: bool) -> list[int]:
-    """Ask for the cold rows at once, then compute hot before cold (or ascending, where outputs must not pile up)."""
-    cold = [expert for expert, mine in pairs.items() if not bank.is_hot(mine.row)]
-    bank.ask(pairs[expert].row for expert in cold)
+def _order(pairs: Mapping[int, _Pairs], *, bank: LayerBank, hot_first: bool) -> Iterator[int]:
+    """Ask for the cold rows at once, then hot experts and cold ones as they arrive.
+
+    Where outputs must not pile up, all in ascending order instead.
+    """
+    cold = {mine.row: expert for expert, mine in pairs.items() if not bank.is_hot(mine.row)}
+    bank.ask(list(cold))
     if not hot_first:
-        return list(pairs)
-    waiting = set(cold)
-    return [expert for expert in pairs if expert not in waiting] + cold
+        yield from pairs
+        return
+    yield from (expert for expert, mine in pairs.items() if mine.row not in cold)
+    yield from (cold[row] for row in bank.arrivals(list(cold)))
 
 
 def _pairs_by_expert(topk_ids: torch.Tensor, *, row_ids: torch.Tensor, num_experts: int) -> dict[int, _Pairs]:

@@ -92,7 +92,7 @@ def test_memory_that_is_read_at_less_than_0_7_of_pinned_memory_is_turned_down(ra
 def test_the_choice_is_one_line_that_says_what_and_why():
     found = chosen(pinned=276e9, host_numa=1.5e9, host=270e9)
     expected = (
-        "cold rows at HOST in one range with the hot ones, pages of 0.1 MiB, read at 270.0 GB/s, 0.98 of the rate of "
+        "cold rows at HOST in one range with the hot ones, pages of 64.0 KiB, read at 270.0 GB/s, 0.98 of the rate of "
         "pinned memory; host_numa was turned down: read at 1.5 GB/s, 0.01 of the rate of pinned memory; wanted 0.7 or more"
     )
     assert expected == str(found)

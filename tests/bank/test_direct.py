@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import random
 from pathlib import Path
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotsplit.bank import direct
-from hotsplit.bank.direct import DirectReader
+from hotsplit.bank.direct import BLOCK, DirectFiles, DirectReader
 from hotsplit.errors import BankError
 
 SIZE = 3 * 4096 + 777
@@ -174,3 +175,67 @@ def test_closing_gives_the_handles_back_and_twice_is_harmless(file):
     reader.close()
     reader.close()
     assert before == len(os.listdir("/proc/self/fd"))
+
+
+def aligned(num_bytes):
+    return memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def test_whole_blocks_are_read_straight_into_place_to_the_files_end(content, file):
+    files, target = DirectFiles([file]), aligned(4 * BLOCK)
+    files.read_blocks(target, file=0, offset=0, needed=SIZE)
+    assert content == bytes(target[:SIZE])
+    with pytest.raises(BankError, match=f"file.bin ended early: got end of file at {SIZE}; load the model again"):
+        files.read_blocks(target, file=0, offset=0, needed=SIZE + 1)
+    files.close()
+    files.close()
+
+
+@pytest.mark.parametrize("lengths", [[5000, BLOCK], [BLOCK, 3 * BLOCK], [BLOCK + 7, 2 * BLOCK, 1]])
+def test_reads_that_the_kernel_cuts_short_go_on_at_a_blocks_edge(content, file, monkeypatch, lengths):
+    real, left, starts = os.preadv, list(lengths), []
+
+    def short(handle, buffers, offset):
+        starts.append(offset)
+        got = real(handle, buffers, offset)
+        return min(got, left.pop(0)) if left else got
+
+    files, target = DirectFiles([file]), aligned(4 * BLOCK)
+    monkeypatch.setattr(direct.os, "preadv", short)
+    if left[-1] < BLOCK:
+        with pytest.raises(BankError, match="ended early"):
+            files.read_blocks(target, file=0, offset=0, needed=SIZE)
+    else:
+        files.read_blocks(target, file=0, offset=0, needed=SIZE)
+        assert content == bytes(target[:SIZE])
+    assert all(start % BLOCK == 0 for start in starts)
+    files.close()
+
+
+def test_a_disk_that_fails_is_one_error_that_names_the_file(file, monkeypatch):
+    files = DirectFiles([file])
+
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(direct.os, "preadv", fail)
+    with pytest.raises(BankError, match="cannot read .*file.bin: got Input/output error; check the disk that holds"):
+        files.read_blocks(aligned(BLOCK), file=0, offset=0, needed=10)
+    files.close()
+
+
+def test_a_limit_on_open_files_is_named_with_its_cure(file, monkeypatch):
+    before = len(os.listdir("/proc/self/fd"))
+    real, opened = os.open, []
+
+    def limited(path, flags, *args, **kwargs):
+        if len(opened) == 2:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        opened.append(path)
+        return real(path, flags, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct.os, "open", limited)
+        with pytest.raises(BankError, match=r"cannot open .*: got Too many open files; raise .*: ulimit -n 8192"):
+            DirectFiles([file] * 5)
+    assert before == len(os.listdir("/proc/self/fd")), "what was open is closed"

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from bank.toy_source import same, toy_source
-from hotsplit.bank import pointers
 from hotsplit.bank.build import build_pointer_rows, place_layers
 from hotsplit.bank.direct import DirectReader
 from hotsplit.bank.pointers import PointerRows
@@ -18,17 +17,6 @@ from hotsplit.errors import BankError
 def build(source, hot, *, dynamic=True):
     layers = place_layers(hot, num_experts=source.num_experts, dynamic=dynamic, inclusive=True)
     return build_pointer_rows(source, hot=hot, layers=layers), layers
-
-
-class Spy:
-    """A mapping that writes down what is asked of the kernel."""
-
-    def __init__(self, mapping):
-        self.mapping, self.asked = mapping, []
-
-    def madvise(self, option, start, length):
-        self.asked.append((option, start, length))
-        self.mapping.madvise(option, start, length)  # the kernel refuses what is no range of the mapping
 
 
 @pytest.mark.parametrize("is_split", [True, False])
@@ -48,7 +36,7 @@ def test_every_expert_has_its_bytes_wherever_it_lies(tmp_path, hot, is_split, ga
 def test_a_cold_tensor_in_one_piece_is_a_view_of_the_file_and_not_a_copy(tmp_path):
     source = toy_source(tmp_path, is_split=False, gap=1)
     rows, layers = build(source, [(), ()])
-    (_, file_bytes), row = rows._maps[0], layers[0].row_map[0]
+    file_bytes, row = rows._cold._files._maps[0].content, layers[0].row_map[0]
     first, last = file_bytes.data_ptr(), file_bytes.data_ptr() + file_bytes.numel()
     aligned = [span for span in source.spans(0, 0) if span.offset % 2 == 0]
     assert aligned, "the case needs a tensor that starts at an even byte"
@@ -113,35 +101,6 @@ def test_a_cold_row_is_never_filled(tmp_path):
     reader.close()
 
 
-def test_asking_covers_exactly_the_pages_of_the_rows_that_are_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(pointers.mmap, "PAGESIZE", 16)  # toy rows are shorter than a real page
-    source = toy_source(tmp_path)
-    rows, layers = build(source, [(2, 0), (3,)])
-    spies = [Spy(type("Lenient", (), {"madvise": lambda *_: None})()) for _ in rows._maps]
-    rows._maps = [(spy, tensor) for spy, (_, tensor) in zip(spies, rows._maps, strict=True)]
-    rows.ask(1, [layers[1].row_map[0], layers[1].row_map[2]])
-    expected = []
-    for expert in (0, 2):
-        for span in source.spans(1, expert):
-            start = span.offset // 16 * 16
-            expected.append((mmap.MADV_WILLNEED, start, span.offset + span.num_bytes - start))
-    assert ([], expected) == (spies[0].asked, spies[1].asked)
-
-
-def test_spans_that_touch_are_asked_for_at_once(tmp_path):
-    source = toy_source(tmp_path, is_split=False, gap=0)
-    rows, layers = build(source, [(), ()])
-    spy = Spy(rows._maps[0][0])
-    rows._maps[0] = (spy, rows._maps[0][1])
-    rows.ask(0, [layers[0].row_map[1]])
-    # gate, up and down lie behind one another in the file; in the row gate | up end where down starts (96 is no
-    # multiple of 64), so that only gate and up are one run.
-    gate, up, down, scale = source.spans(0, 1)
-    ends = [up.offset + up.num_bytes, down.offset + down.num_bytes, scale.offset + scale.num_bytes]
-    assert [(mmap.MADV_WILLNEED, 0, end) for end in ends] == spy.asked
-    assert gate.offset + gate.num_bytes == up.offset
-
-
 def test_the_real_kernel_takes_every_range_that_is_asked_for(tmp_path):
     source = toy_source(tmp_path, num_experts=60)
     rows, layers = build(source, [(), ()])
@@ -173,11 +132,6 @@ def test_the_arena_is_private_memory_that_is_no_file(tmp_path):
                 assert ("rw-p", "0") == (fields[1], fields[4])
                 return
     pytest.fail("the arena is not mapped")
-
-
-def test_an_arena_that_no_memory_can_hold_is_one_clear_error(tmp_path):
-    with pytest.raises(BankError, match="the hot bank: got .*; wanted .* bytes; lower HOTSPLIT_HOT_GIB"):
-        pointers._arena(1 << 62)
 
 
 def test_a_file_that_vanished_is_one_clear_error(tmp_path):

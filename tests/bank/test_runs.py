@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from hotsplit.bank import runs
 from hotsplit.bank.runs import KEPT_RUNS, new_run_dir
 
 
@@ -42,3 +43,24 @@ def test_runs_that_still_run_stay(tmp_path):
 
 def test_two_runs_of_one_process_have_folders_of_their_own(tmp_path):
     assert new_run_dir(tmp_path) != new_run_dir(tmp_path)
+
+
+def test_runs_that_were_asked_for_snapshots_go_too(tmp_path):
+    made = make_runs(tmp_path, KEPT_RUNS + 5, content=("rank0.json", "rank1.json", "ask", "told-rank0", ".ask.x1"))
+    new_run_dir(tmp_path)
+    assert [False] * 6 + [True] * (KEPT_RUNS - 1) == [run.exists() for run in made]
+
+
+def test_what_one_asks_with_is_what_a_rank_answers_with(tmp_path):
+    assert ("", "") == (runs.asked(tmp_path), runs.told(tmp_path, rank=3))
+    runs.ask(tmp_path, word="one")
+    runs.tell(tmp_path, rank=3, word=runs.asked(tmp_path))
+    assert ("one", "") == (runs.told(tmp_path, rank=3), runs.told(tmp_path, rank=0))
+
+
+def test_runs_of_processes_that_are_there_are_live(tmp_path):
+    make_runs(tmp_path, 2)
+    mine = make_runs(tmp_path, 2, pid=os.getpid())
+    (tmp_path / "runs" / f"20260101T000009-{os.getpid()}-x").mkdir()
+    assert mine == runs.live_runs(tmp_path)
+    assert [] == runs.live_runs(tmp_path / "gone")

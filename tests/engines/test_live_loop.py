@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 import hotsplit
 from engines import tiny
 from engines.conftest import budget
+from hotsplit.bank import record
 from hotsplit.bank.direct import DirectReader
 from hotsplit.bank.pointers import PointerRows
 from hotsplit.data import tiny_moe_path
@@ -224,6 +226,41 @@ def test_nothing_is_written_into_the_models_folder(checkpoint, load):
     assert before == {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
 
 
+def test_a_save_of_learned_counts_that_takes_long_holds_no_step_up_and_loses_nothing(
+    checkpoint, load, tmp_path, monkeypatch
+):
+    begun, go, callers, add_learned = threading.Event(), threading.Event(), [], record.add_learned
+
+    def slow(*arguments, **named):
+        callers.append(threading.current_thread().name)
+        begun.set()
+        go.wait(30)
+        return add_learned(*arguments, **named)
+
+    def run(name, *, between=lambda: None):
+        model = load(checkpoint("qwen3_moe"), state_dir=tmp_path / name, **RESTLESS)
+        generate(model, 20)
+        between()
+        generate(model, 20)
+        model.hotsplit.close()
+        return learned_of(model, tmp_path / name).phases["decode"]
+
+    def one_save_is_under_way():
+        assert begun.wait(10)
+        try:
+            assert ["hotsplit-snapshots"] == [name.rpartition("_")[0] for name in callers]
+        finally:
+            go.set()
+
+    expected = run("saved once")
+    monkeypatch.setattr(record, "add_learned", slow)
+    monkeypatch.setattr(record, "SAVE_EVERY_S", 0.0)
+    kept = run("saved while it runs", between=one_save_is_under_way)
+    assert len(callers) > 2
+    assert expected.tokens == kept.tokens
+    np.testing.assert_allclose(expected.counts, kept.counts)
+
+
 def test_a_state_folder_that_cannot_be_written_is_a_warning_and_the_run_goes_on(
     checkpoint, expected, load, tmp_path, caplog
 ):
@@ -286,3 +323,21 @@ def test_the_rebalancers_hot_set_is_the_row_maps(checkpoint, load):
     assert model.hotsplit.snapshot().swaps_done > 0
     assert banks.router.hot_mask().tolist() == banks.live._steering.policy.hot().tolist()
     assert [3, 3] == banks.router.hot_mask().sum(axis=1).tolist()
+
+
+def test_a_forked_childs_steps_leave_the_metrics_of_its_parent_alone(checkpoint, load, tmp_path):
+    model = load(checkpoint("qwen3_moe"), state_dir=tmp_path, dynamic=False, dyn_steps=2)
+    with torch.no_grad():
+        model(**tiny.prompts())  # no snapshot yet, so that no thread for them either
+    child = os.fork()
+    if child == 0:
+        with torch.no_grad():
+            for _ in range(5):
+                model(**tiny.prompts())
+        model.hotsplit.close()
+        os._exit(0)
+    assert 0 == os.waitpid(child, 0)[1]
+    assert not list(tmp_path.rglob("rank0.json"))
+    model.hotsplit.close()
+    (path,) = tmp_path.rglob("rank0.json")
+    assert 1 == read_snapshot(path).steps

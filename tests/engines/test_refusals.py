@@ -225,7 +225,7 @@ def test_the_least_budget_that_is_named_is_enough(checkpoint, load):
         ({"hot_gib": float("nan")}, "hot_gib"),
         ({"dyn_margin": 0.9}, "dyn_margin"),
         ({"dyn_step": 5}, "did you mean dyn_steps"),
-        ({"kernel": "fast"}, "fast is not built yet"),
+        ({"kernel": "slow"}, "wanted exact or fast"),
         ({"dyn_schedule": "sometimes"}, "wanted fixed or adaptive"),
     ],
 )

@@ -25,8 +25,9 @@ import torch
 from hotsplit.bank.build import Progress, build_pointer_rows, place_layers
 from hotsplit.bank.cpu import CpuSwapBackend
 from hotsplit.bank.kernels.exact import ExpertMath, Tensors, exact
+from hotsplit.bank.kernels.fast import fast
 from hotsplit.bank.live import Live
-from hotsplit.bank.pointers import PointerRows
+from hotsplit.bank.pointers import PointerRows, RowsOptions
 from hotsplit.bank.route import Phase, Router, StepRouter, StepRouting
 from hotsplit.bank.source import ExpertSource
 from hotsplit.bank.swap import Swapper
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 Kernel = Callable[..., torch.Tensor]
 
-KERNELS: Mapping[str, Kernel] = {"exact": exact}
+KERNELS: Mapping[str, Kernel] = {"exact": exact, "fast": fast}
 """Expert kernels by the name that HOTSPLIT_KERNEL gives them."""
 
 
@@ -56,6 +57,8 @@ class BankOptions:
     """Name in KERNELS."""
     rebalance: RebalanceOptions = field(default_factory=RebalanceOptions)
     """Margin, swaps per layer, half-life."""
+    rows: RowsOptions = field(default_factory=RowsOptions)
+    """How rows use this machine, on a CPU."""
 
 
 class EngineBanks(Protocol):
@@ -157,17 +160,23 @@ class Banks:
     ) -> None:
         if options.kernel not in KERNELS:
             raise ConfigError("kernel", got=repr(options.kernel), wanted=" or ".join(KERNELS))
+        self.kernel = options.kernel
+        """Name of what computes the experts."""
         self._kernel = KERNELS[options.kernel]
         self._source = source
         layers = place_layers(hot, num_experts=source.num_experts, dynamic=options.dynamic, inclusive=True)
         row_bytes = [layout.num_bytes for layout in source.layouts]
-        self.rows: PointerRows = build_pointer_rows(source, hot=hot, layers=layers, on_progress=on_progress)
+        self.rows: PointerRows = build_pointer_rows(
+            source, hot=hot, layers=layers, options=options.rows, on_progress=on_progress
+        )
         """Memory behind the rows."""
         # Padding computes what the stock engine computes: the exact kernel promises equality for every token.
         self.router = Router(layers, row_bytes=row_bytes, redirect_padding=False)
         """Row maps and counters."""
         self.live = Live(self.router, plan_shares=prior, row_bytes=row_bytes, dyn_steps=options.dyn_steps)
         """The loop that corrects the plan."""
+        self.on_close: list[Callable[[], None]] = []
+        """What else ends with the banks: called once."""
         self._maths: dict[int, ExpertMath] = {}
         self._pid = os.getpid()
         self._step = 0
@@ -289,6 +298,8 @@ class Banks:
         if self._swaps is not None:
             self._swaps.close()
             self._swaps = None
+        while self.on_close:
+            self.on_close.pop()()
         self.rows.close()
 
 
@@ -306,3 +317,6 @@ class _LayerView:
 
     def ask(self, rows: Iterable[int]) -> None:
         self._rows.ask(self._layer_id, rows)
+
+    def arrivals(self, rows: Iterable[int]) -> Iterator[int]:
+        return self._rows.arrivals(self._layer_id, rows)

@@ -6,12 +6,13 @@ the final size is one read buffer.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
 
 from hotsplit.bank.direct import DirectReader
-from hotsplit.bank.pointers import PointerRows
+from hotsplit.bank.pointers import PointerRows, RowsOptions
 from hotsplit.bank.rows import LayerRows, place
 from hotsplit.bank.source import ExpertSource
 from hotsplit.units import gib
@@ -44,6 +45,7 @@ def build_pointer_rows(
     *,
     hot: Sequence[Sequence[int]],
     layers: Sequence[LayerRows],
+    options: RowsOptions | None = None,
     on_progress: Progress | None = None,
 ) -> PointerRows:
     """Make pointer rows and read the hot ones.
@@ -52,28 +54,28 @@ def build_pointer_rows(
         source: Where the experts lie.
         hot: Hot expert ids per layer, in row order.
         layers: Their rows, as place_layers gave them.
+        options: How to use this machine.
         on_progress: Told after every row.
 
     Raises:
         BankError: Memory or a file failed; everything taken is given back.
     """
     total = sum(source.layouts[i].num_bytes * len(experts) for i, experts in enumerate(hot))
-    rows = PointerRows(source, layers=layers)
-    reader = DirectReader(source.files)
+    rows = PointerRows(source, layers=layers, options=options)
     done, heartbeat = 0, Heartbeat("reading hot experts")
     try:
-        for layer_id, experts in enumerate(hot):
-            for row, expert in enumerate(experts):
-                rows.fill(layer_id, expert=expert, row=row, reader=reader)
-                done += source.layouts[layer_id].num_bytes
-                heartbeat(done, total)
-                if on_progress:
-                    on_progress(done, total)
+        with contextlib.closing(DirectReader(source.files)) as reader:
+            for layer_id, experts in enumerate(hot):
+                for row, expert in enumerate(experts):
+                    rows.fill(layer_id, expert=expert, row=row, reader=reader)
+                    done += source.layouts[layer_id].num_bytes
+                    heartbeat(done, total)
+                    if on_progress:
+                        on_progress(done, total)
+        rows.settle()
     except BaseException:
         rows.close()
         raise
-    finally:
-        reader.close()
     return rows
 
 

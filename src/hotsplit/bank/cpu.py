@@ -16,6 +16,7 @@ from hotsplit.bank.pointers import PointerRows
 from hotsplit.bank.route import Router
 from hotsplit.bank.swap import Stream, WaitName
 from hotsplit.errors import BankError, SwapError
+from hotsplit.host.threads import stay_behind
 
 _Event = Future[None] | None
 """The last job of the side stream when the event was recorded; None on the compute stream: always done."""
@@ -34,7 +35,7 @@ class CpuSwapBackend:
         self._rows = rows
         self._router = router
         self._reader = DirectReader(files)
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hotsplit-side")
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="hotsplit-side", initializer=stay_behind)
         self._last: _Event = None
         self.copied_bytes = 0
         """Bytes that finished copies have read; written by the worker alone."""
@@ -106,8 +107,10 @@ class CpuSwapBackend:
 
     def close(self) -> None:
         """Finish the copy under way, forget the queued ones, and let the thread and the files go."""
-        self._worker.shutdown(wait=True, cancel_futures=True)
-        self._reader.close()
+        try:
+            self._worker.shutdown(wait=True, cancel_futures=True)
+        finally:
+            self._reader.close()
 
     def _fill(self, layer_id: int, expert: int, row: int) -> None:
         try:

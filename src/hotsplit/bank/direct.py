@@ -1,12 +1,17 @@
-"""Direct reads: bytes from a file into an arena without passing through the page cache.
+"""Direct reads: bytes from files into memory without passing through the page cache.
 
 A read through a mapping or a buffered read would leave a second copy of every hot row in the page cache. O_DIRECT
-wants aligned offsets, lengths and targets, and rows have neither, so each reader owns one aligned buffer. Where a
-file system has no O_DIRECT (tmpfs, some network mounts) the read is buffered and its pages are dropped at once.
+wants aligned offsets, lengths and targets. Whoever lays memory out for that reads straight into it (DirectFiles);
+rows of the arena have neither, so that their reader owns one aligned buffer (DirectReader). Where a file system has no
+O_DIRECT (tmpfs, some network mounts) the read is buffered and its pages are dropped at once.
+
+No copy holds Python's lock: a step that runs meanwhile would stand still for as long.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import logging
 import mmap
 import os
@@ -15,14 +20,15 @@ from pathlib import Path
 
 from hotsplit.errors import BankError
 
-_BLOCK = 4096
+BLOCK: int = 4096
+"""What offsets, lengths and addresses of direct reads are multiples of: enough for every disk that is sold."""
 _BUFFER_BYTES = 8 << 20
 
 logger = logging.getLogger(__name__)
 
 
-class DirectReader:
-    """Reads byte ranges of a fixed set of files; one per thread.
+class DirectFiles:
+    """A fixed set of files that any thread may read from.
 
     Args:
         files: The files, opened at once.
@@ -33,18 +39,113 @@ class DirectReader:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = list(files)
-        self._buffer = mmap.mmap(-1, _BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._handles: list[tuple[int, bool]] = []
         try:
             for path in self._files:
                 self._handles.append(_open(path))
         except OSError as error:
             self.close()
-            raise BankError(f"cannot open {path}", got=error.strerror, do="check the model folder") from error
+            raise BankError(f"cannot open {path}", got=error.strerror, do=what_to_do(error)) from error
         buffered = [path for path, (_, direct) in zip(self._files, self._handles, strict=True) if not direct]
         if buffered:
-            what = "%s: the file system has no direct reads; reading hot rows through the page cache instead"
+            what = "%s: the file system has no direct reads; reading rows through the page cache instead"
             logger.warning(what, buffered[0].parent)
+
+    def is_direct_file(self, file: int) -> bool:
+        """Whether this one can.
+
+        Args:
+            file: Index of the file.
+        """
+        return self._handles[file][1]
+
+    def read_blocks(self, target: memoryview, *, file: int, offset: int, needed: int) -> None:
+        """Read whole blocks.
+
+        Args:
+            target: Writable bytes on a block's edge; their number, whole blocks, is the length of the read.
+            file: Index of the file.
+            offset: First byte, on a block's edge.
+            needed: Bytes of them that must come; a file may end inside of its last block.
+
+        Raises:
+            BankError: The read failed or the file ends too early; `target` holds nothing of use then.
+        """
+        done = 0
+        while done < needed:
+            got = self.read_some(target[done:], file=file, offset=offset + done)
+            if done + got >= needed:
+                break
+            whole = got // BLOCK * BLOCK  # the next read has to begin on a block's edge
+            if not whole:
+                raise self.ended(file, at=offset + done + got)
+            done += whole
+        self.forget(file, offset=offset, num_bytes=len(target))
+
+    def read_some(self, target: memoryview, *, file: int, offset: int) -> int:
+        """One read.
+
+        Args:
+            target: Where to.
+            file: Index of the file.
+            offset: First byte.
+
+        Returns:
+            Bytes read; 0 at the end of the file.
+
+        Raises:
+            BankError: It failed.
+        """
+        try:
+            return os.preadv(self._handles[file][0], [target], offset)
+        except OSError as error:
+            raise BankError(
+                f"cannot read {self._files[file]}",
+                got=error.strerror or str(error),
+                do="check the disk that holds the model",
+            ) from error
+
+    def ended(self, file: int, *, at: int) -> BankError:
+        """What to raise where a file is shorter than it was.
+
+        Args:
+            file: Index of the file.
+            at: Where it ends.
+        """
+        return BankError(f"{self._files[file]} ended early", got=f"end of file at {at}", do="load the model again")
+
+    def forget(self, file: int, *, offset: int, num_bytes: int) -> None:
+        """Drop from the page cache what a buffered read has left there; nothing to do for a direct one.
+
+        Args:
+            file: Index of the file.
+            offset: First byte.
+            num_bytes: Of the read.
+        """
+        handle, direct = self._handles[file]
+        if not direct:
+            os.posix_fadvise(handle, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Close the files; twice is harmless."""
+        for handle, _ in self._handles:
+            os.close(handle)
+        self._handles.clear()
+
+
+class DirectReader:
+    """Reads byte ranges that lie anywhere, through one aligned buffer; one per thread.
+
+    Args:
+        files: The files, opened at once.
+
+    Raises:
+        BankError: A file cannot be opened.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = DirectFiles(files)
+        self._buffer = mmap.mmap(-1, _BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def read_into(self, target: memoryview, *, file: int, offset: int) -> None:
         """Fill `target` with the bytes that start at `offset`.
@@ -57,39 +158,50 @@ class DirectReader:
         Raises:
             BankError: The read failed or the file ends too early; `target` holds no whole row then.
         """
-        handle, direct = self._handles[file]
+        direct = self._files.is_direct_file(file)
         done = 0
         while done < len(target):
-            start = (offset + done) // _BLOCK * _BLOCK if direct else offset + done
+            start = (offset + done) // BLOCK * BLOCK if direct else offset + done
             skip = offset + done - start
             want = min(_BUFFER_BYTES, skip + len(target) - done)
-            got = self._read(file, handle, start, -(-want // _BLOCK) * _BLOCK if direct else want)
+            length = -(-want // BLOCK) * BLOCK if direct else want
+            got = self._files.read_some(memoryview(self._buffer)[:length], file=file, offset=start)
             usable = min(got, want) - skip
             if usable <= 0:
-                raise BankError(f"{self._files[file]} ended early", got=f"end of file at {start + got}")
-            target[done : done + usable] = memoryview(self._buffer)[skip : skip + usable]
+                raise self._files.ended(file, at=start + got)
+            ctypes.memmove(address_of(target[done:]), address_of(memoryview(self._buffer)[skip:]), usable)
             done += usable
-        if not direct:
-            os.posix_fadvise(handle, offset, len(target), os.POSIX_FADV_DONTNEED)
-
-    def _read(self, file: int, handle: int, start: int, length: int) -> int:
-        try:
-            return os.preadv(handle, [memoryview(self._buffer)[:length]], start)
-        except OSError as error:
-            raise BankError(f"cannot read {self._files[file]}", got=error.strerror or str(error)) from error
+        self._files.forget(file, offset=offset, num_bytes=len(target))
 
     def close(self) -> None:
         """Close the files; twice is harmless."""
-        for handle, _ in self._handles:
-            os.close(handle)
-        self._handles.clear()
+        self._files.close()
+
+
+def address_of(memory: memoryview) -> int:
+    """Of its first byte. NOTE: whoever uses it keeps the memory alive.
+
+    Args:
+        memory: Writable.
+    """
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory)) if len(memory) else 0
+
+
+def what_to_do(error: Exception) -> str:
+    """The next step for whoever cannot open a file of the model.
+
+    Args:
+        error: Why not.
+    """
+    is_full = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+    return "raise the limit on open files: ulimit -n 8192" if is_full else "check the model folder"
 
 
 def _open(path: Path) -> tuple[int, bool]:
     """A file handle, and whether it reads directly: one block is tried, since some systems refuse only then."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        with mmap.mmap(-1, _BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as probe:
+        with mmap.mmap(-1, BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as probe:
             try:
                 os.preadv(handle, [probe], 0)
                 return handle, True

@@ -1,32 +1,54 @@
 """Pointer rows on a CPU: hot rows in an arena, cold rows where they lie in the checkpoint's own files.
 
 The memory behind the embedded engine. Placement is inclusive (rows.py): the files keep every expert, so a swap reads
-one row and writes none, and nothing of a cold expert is ever copied. A cold row is a view of the mapped file; only a
-tensor whose parts lie apart in the file (gate here, up there) is gathered for the time of its use.
+one row and writes none. What becomes of a cold row is cold_reads.py's: a view of the mapped file, or of the slot that
+it was read into.
 
     layer 0  | hot row 0 | hot row 1 | spare |      arena: one private anonymous mapping, page-aligned
     layer 1  | hot row 0 | spare |
-    files    | ... expert 0 ... expert 1 ... |      mapped read-only, shared with the page cache
+    files    | ... expert 0 ... expert 1 ... |      mapped read-only, shared with the page cache; or read into
+    slots    | expert 7 | expert 3 | ...            a few slots, past the page cache
 """
 
 from __future__ import annotations
 
-import mmap
 import time
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from hotsplit.bank.direct import DirectReader
+from hotsplit.bank.arena import Arena
+from hotsplit.bank.cold_reads import READ_THREADS, ColdCounts, ColdRows
+from hotsplit.bank.direct import DirectFiles, DirectReader
+from hotsplit.bank.mapped import MappedFiles
 from hotsplit.bank.rows import LayerRows
-from hotsplit.bank.source import ExpertSource, Span
+from hotsplit.bank.source import ExpertSource
+from hotsplit.bank.staging import Staging
 from hotsplit.errors import BankError
+from hotsplit.host.numa import NO_PLACEMENT, Placement
+from hotsplit.notices import Notice
 
 RowTensors = Mapping[str, torch.Tensor]
 
 _CHECK_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowsOptions:
+    """How pointer rows use this machine; cold_choice.py chooses."""
+
+    is_direct: bool = False
+    """Whether cold rows are read past the page cache, into slots."""
+    slots: int = 0
+    """Slots for cold rows, there to be read or put together."""
+    slot_bytes: int = 0
+    """Room of one slot, whole blocks."""
+    threads: int = READ_THREADS
+    """Cold rows that are read at once."""
+    placement: Placement = NO_PLACEMENT
+    """NUMA node of the hot rows."""
 
 
 class PointerRows:
@@ -35,46 +57,67 @@ class PointerRows:
     Args:
         source: Where the experts lie.
         layers: Row numbering per layer, inclusive, L of them.
+        options: How to use this machine.
 
     Raises:
         BankError: The arena cannot be allocated or a file cannot be mapped.
     """
 
-    def __init__(self, source: ExpertSource, *, layers: Sequence[LayerRows]) -> None:
+    def __init__(
+        self, source: ExpertSource, *, layers: Sequence[LayerRows], options: RowsOptions | None = None
+    ) -> None:
+        options = options or RowsOptions()
         self._source = source
         self._layers = layers
         self._starts = _arena_starts(source, layers)
-        self._arena = _arena(self._starts[-1])
-        self._maps = [_map_file(path) for path in source.files]
+        self._arena = Arena(self._starts[-1], placement=options.placement)
         self._marks = [_mark(path) for path in source.files]
+        files = MappedFiles(source.files)
+        self._staging = _staging(source, options=options)
+        self._cold = ColdRows(
+            source, files=files, staging=self._staging, is_direct=options.is_direct, threads=options.threads
+        )
         self._checked_at = time.monotonic()
         self._views: dict[tuple[int, int], RowTensors] = {}
         self._is_closed = False
 
     @property
     def hot_bytes(self) -> int:
-        """Bytes of the arena: hot and spare rows. The kernel rounds it up to a page: under 4 KiB per rank."""
-        return self._starts[-1]
+        """Bytes taken of the budget: hot rows, spare rows and slots. The kernel rounds them up to pages."""
+        return self._starts[-1] + self.slot_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of them, those of the slots for cold rows."""
+        return 0 if self._staging is None else self._staging.num_bytes
+
+    @property
+    def notices(self) -> Sequence[Notice]:
+        """What was asked of the kernel in vain."""
+        return tuple(self._arena.notices)
+
+    @property
+    def cold_counts(self) -> ColdCounts:
+        """Where cold rows came from."""
+        return self._cold.counts
 
     def tensors(self, layer_id: int, row: int) -> RowTensors:
-        """The tensors of one row, by name; views wherever the bytes lie together.
+        """The tensors of one row, by name; of a cold one they stay in place until the next ask().
 
         Args:
             layer_id: Ordinal among MoE layers.
             row: Row number.
+
+        Raises:
+            BankError: The banks are closed, or a cold row cannot be read.
         """
+        if not self.is_hot(layer_id, row):
+            return self._cold.tensors(layer_id, self.expert_at(layer_id, row))
         key = (layer_id, row)
-        if key in self._views:
-            return self._views[key]
-        self._require_open()
-        if self.is_hot(layer_id, row):
-            tensors: RowTensors = self._hot_views(layer_id, row)
-            self._views[key] = tensors
-            return tensors
-        tensors, gathered = self._cold_views(layer_id, row - self._layers[layer_id].first_cold)
-        if not gathered:
-            self._views[key] = tensors
-        return tensors
+        if key not in self._views:
+            self._require_open()
+            self._views[key] = self._hot_views(layer_id, row)
+        return self._views[key]
 
     def is_hot(self, layer_id: int, row: int) -> bool:
         """Whether the row lies in the arena.
@@ -86,18 +129,31 @@ class PointerRows:
         return row < self._layers[layer_id].first_cold
 
     def ask(self, layer_id: int, rows: Iterable[int]) -> None:
-        """Have the kernel read cold rows ahead: exactly their ranges, nothing around them, without waiting.
+        """Start reading cold rows: exactly their ranges, nothing around them, without waiting.
 
         Args:
             layer_id: Ordinal among MoE layers.
             rows: Cold row numbers.
+
+        Raises:
+            BankError: The banks are closed.
         """
-        self._require_open()
         first_cold = self._layers[layer_id].first_cold
-        for row in rows:
-            for span in _joined(self._source.spans(layer_id, row - first_cold)):
-                start = span.offset // mmap.PAGESIZE * mmap.PAGESIZE
-                self._maps[span.file][0].madvise(mmap.MADV_WILLNEED, start, span.offset + span.num_bytes - start)
+        self._cold.ask(layer_id, [row - first_cold for row in rows])
+
+    def arrivals(self, layer_id: int, rows: Iterable[int]) -> Iterator[int]:
+        """The cold rows, each once, as they come.
+
+        Args:
+            layer_id: Ordinal among MoE layers.
+            rows: Of those that were asked for.
+
+        Raises:
+            BankError: One cannot be read.
+        """
+        first_cold = self._layers[layer_id].first_cold
+        for expert in self._cold.arrivals(layer_id, [row - first_cold for row in rows]):
+            yield first_cold + expert
 
     def fill(self, layer_id: int, *, expert: int, row: int, reader: DirectReader) -> int:
         """Read an expert's bytes from the files into a hot row.
@@ -119,10 +175,9 @@ class PointerRows:
             raise BankError(f"layer {layer_id}, row {row}", got="a cold row", wanted="a hot or spare row")
         start = self._starts[layer_id] + row * self._source.layouts[layer_id].num_bytes
         spans = self._source.spans(layer_id, expert)
-        with memoryview(self._arena) as arena:
-            for span in spans:
-                first = start + span.row_offset
-                reader.read_into(arena[first : first + span.num_bytes], file=span.file, offset=span.offset)
+        for span in spans:
+            with self._arena.part(start + span.row_offset, span.num_bytes) as target:
+                reader.read_into(target, file=span.file, offset=span.offset)
         return sum(span.num_bytes for span in spans)
 
     def expert_at(self, layer_id: int, row: int) -> int:
@@ -151,15 +206,24 @@ class PointerRows:
 
     def drop_cold_pages(self) -> None:
         """Let go of every mapped page of the files, so that the page cache may give them up."""
-        for mapping, _ in self._maps:
-            mapping.madvise(mmap.MADV_DONTNEED)
+        self._cold.drop_pages()
+
+    def settle(self) -> None:
+        """Once the hot rows are filled: lock them in RAM where that is allowed, and look where they lie.
+
+        Raises:
+            BankError: They lie elsewhere than HOTSPLIT_NUMA_POLICY=bind demands.
+        """
+        self._arena.settle()
 
     def close(self) -> None:
-        """Let go of arena and files; views that a caller still holds keep their memory until they go."""
+        """Let go of arena, threads and files; views that a caller still holds keep their memory until they go."""
         self._is_closed = True
         self._views.clear()
-        self._maps = []
-        self._arena = mmap.mmap(-1, mmap.PAGESIZE)
+        try:
+            self._cold.close()
+        finally:
+            self._arena.close()
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -168,27 +232,11 @@ class PointerRows:
     def _hot_views(self, layer_id: int, row: int) -> RowTensors:
         layout = self._source.layouts[layer_id]
         start = self._starts[layer_id] + row * layout.num_bytes
-        arena = torch.frombuffer(self._arena, dtype=torch.uint8, offset=start, count=layout.num_bytes)
+        arena = self._arena.content[start : start + layout.num_bytes]
         return {
             part.name: arena[part.offset : part.offset + part.num_bytes].view(part.dtype).view(part.shape)
             for part in layout.tensors
         }
-
-    def _cold_views(self, layer_id: int, expert: int) -> tuple[RowTensors, bool]:
-        spans = self._source.spans(layer_id, expert)
-        gathered, tensors = False, {}
-        for part in self._source.layouts[layer_id].tensors:
-            mine = [span for span in spans if part.offset <= span.row_offset < part.offset + part.num_bytes]
-            joined = _joined(mine)
-            if len(joined) == 1 and joined[0].offset % part.dtype.itemsize == 0:
-                raw = self._file_bytes(joined[0])
-            else:
-                raw, gathered = torch.cat([self._file_bytes(span) for span in mine]), True
-            tensors[part.name] = raw.view(part.dtype).view(part.shape)
-        return tensors, gathered
-
-    def _file_bytes(self, span: Span) -> torch.Tensor:
-        return self._maps[span.file][1][span.offset : span.offset + span.num_bytes]
 
 
 def _arena_starts(source: ExpertSource, layers: Sequence[LayerRows]) -> list[int]:
@@ -199,26 +247,17 @@ def _arena_starts(source: ExpertSource, layers: Sequence[LayerRows]) -> list[int
     return starts
 
 
-def _arena(num_bytes: int) -> mmap.mmap:
-    """Private anonymous memory of exactly this size (mmap's default would be shared, which counts as file-backed)."""
-    size = max(num_bytes, 1)
+def _staging(source: ExpertSource, *, options: RowsOptions) -> Staging | None:
+    """Slots, where there are to be any. NOTE: where a file system has no direct reads they pass the cache all the same."""
+    if not options.slots:
+        return None
+    files = DirectFiles(source.files) if options.is_direct else None
     try:
-        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError) as error:
-        raise BankError("the hot bank", got=str(error), wanted=f"{size} bytes", do="lower HOTSPLIT_HOT_GIB") from error
-
-
-def _map_file(path: object) -> tuple[mmap.mmap, torch.Tensor]:
-    """A read-only mapping and its bytes as a tensor."""
-    try:
-        with open(str(path), "rb") as file:
-            mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    except (OSError, ValueError) as error:
-        raise BankError(f"cannot map {path}", got=str(error), do="check the model folder") from error
-    with warnings.catch_warnings():
-        # Nobody writes to a cold row; a private writable mapping would be charged as memory that it never takes.
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return mapping, torch.frombuffer(mapping, dtype=torch.uint8)
+        return Staging(files, num_slots=options.slots, slot_bytes=options.slot_bytes)
+    except BankError:
+        if files is not None:
+            files.close()
+        raise
 
 
 def _mark(path: Path) -> tuple[int, int, int] | None:
@@ -228,28 +267,3 @@ def _mark(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return (now.st_ino, now.st_size, now.st_mtime_ns)
-
-
-def _joined(spans: Sequence[Span]) -> list[Span]:
-    """Spans that touch in the file and in the row become one."""
-    joined: list[Span] = []
-    for span in sorted(spans, key=lambda span: span.row_offset):
-        last = joined[-1] if joined else None
-        if last and _follows(last, span):
-            joined[-1] = Span(
-                file=last.file,
-                offset=last.offset,
-                num_bytes=last.num_bytes + span.num_bytes,
-                row_offset=last.row_offset,
-            )
-        else:
-            joined.append(span)
-    return joined
-
-
-def _follows(first: Span, second: Span) -> bool:
-    return (
-        first.file == second.file
-        and first.offset + first.num_bytes == second.offset
-        and first.row_offset + first.num_bytes == second.row_offset
-    )

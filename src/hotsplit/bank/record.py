@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hotsplit.bank.live import Live
+from hotsplit.bank.live import Learned, Live
 from hotsplit.bank.route import PHASES, StepRouter
 from hotsplit.errors import HotsplitError
 from hotsplit.metrics import MetricsSnapshot, write_snapshot
@@ -134,23 +134,48 @@ class Record:
         Args:
             lock: Held while counters are read, and not while a disk is waited for; None where nobody else runs.
         """
-        self._saved_at = time.monotonic()
         lock = lock or contextlib.nullcontext()
         with lock:
-            snapshot, learned, into = self.snapshot(), self._live.learned(), self.facts.learn_into
+            snapshot, learned = self.snapshot(), self.to_keep()
         self.write(snapshot)
-        if into is None or not learned.tokens:
-            return
+        if learned is not None and self.keep(learned):
+            with lock:
+                self.kept(learned)
+
+    def to_keep(self) -> Learned | None:
+        """What has been learned since the last save; None where there is nothing to save or no place for it."""
+        self._saved_at = time.monotonic()
+        learned = self._live.learned()
+        return learned if self.facts.learn_into is not None and learned.tokens else None
+
+    def keep(self, learned: Learned) -> bool:
+        """Add it to the learned counts on disk; any thread may, while the model runs.
+
+        Args:
+            learned: From to_keep().
+
+        Returns:
+            Whether it is there now, so that kept() is to be told.
+        """
+        if (into := self.facts.learn_into) is None:
+            return False
         counted = {"decode": PhaseCounts(counts=learned.counts, tokens=learned.tokens)}
         now = self._as_histogram(counted, normalised=True)
         try:
             path = add_learned(now, into, decay=learned.decay, stage=self.facts.stage)
         except HotsplitError as error:
             logger.warning("learned counts are not saved: %s", error)
-            return
-        with lock:
-            self._live.learned_saved(learned)
+            return False
         logger.info("learned counts saved to %s", path)
+        return True
+
+    def kept(self, learned: Learned) -> None:
+        """Hear that keep() has ended well, before the next to_keep(); on the thread that counts.
+
+        Args:
+            learned: What is on disk now.
+        """
+        self._live.learned_saved(learned)
 
     def write(self, snapshot: MetricsSnapshot) -> None:
         """Write a snapshot into the run's folder, if there is one.

@@ -126,12 +126,24 @@ class Router:
             Row ids, [T, K], int64.
         """
         self.stash(layer_id, topk_ids, is_padding=is_padding, phase=phase, step=step)
+        if is_padding is None or not self._redirect_padding:
+            return self._rows(layer_id, topk_ids)
         return reference.route(
             topk_ids,
             row_map=self.row_map[layer_id],
             is_padding=is_padding,
             redirect_padding=self._redirect_padding,
         )
+
+    def _rows(self, layer_id: int, topk_ids: torch.Tensor) -> torch.Tensor:
+        """The rows of ids without padding; in numpy, whose calls cost a third of torch's, once per layer and token."""
+        ids_TK = topk_ids.numpy()
+        is_expert_TK = (ids_TK >= 0) & (ids_TK < self._num_experts)
+        map_E = self.row_map[layer_id].numpy()
+        if is_expert_TK.all():
+            return torch.from_numpy(map_E[ids_TK])
+        safe_TK = np.where(is_expert_TK, ids_TK, 0)
+        return torch.from_numpy(np.where(is_expert_TK, map_E[safe_TK], ids_TK).astype(np.int64))
 
     def remap(self, layer_id: int, topk_ids: torch.Tensor) -> torch.Tensor:
         """The rows of ids that an engine vouches for, in one gather: for engines that count elsewhere, with stash().

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hotsplit.bank.banks import EngineBanks
-from hotsplit.bank.live import Update
+from hotsplit.bank.live import Learned, Update
 from hotsplit.bank.record import Record, RunFacts
+from hotsplit.host.threads import stay_behind
 from hotsplit.metrics import MetricsSnapshot
 from hotsplit.notices import Notice
 from hotsplit.plan.histogram import Histogram
@@ -81,6 +85,8 @@ class Engine:
             run_dir=options.run_dir,
         )
         self._record = Record(banks.router, live=banks.live, facts=facts)
+        self._writer = SnapshotWriter(self._record.write)
+        self._saving: tuple[Learned, Future[bool]] | None = None
         self._pid = os.getpid()
         self._is_closed = False
         banks.live.on_update.append(self._after_update)
@@ -113,6 +119,9 @@ class Engine:
         if self._pid != os.getpid():
             return
         try:
+            self._writer.close()
+            with self.banks.lock:
+                self._hear_of_save()
             self._settle_last()
             self._record.save(self.banks.lock)
         finally:
@@ -127,7 +136,73 @@ class Engine:
             logger.warning("the last counts cannot be read: %s", error)
 
     def _after_update(self, update: Update) -> None:
-        if self._record.is_save_due:
-            self._record.save()
-        else:
-            self._record.write(self._record.snapshot())
+        if self._pid != os.getpid():  # a forked child's steps are no business of the files that its parent writes
+            return
+        self._hear_of_save()
+        self._writer.put(self._record.snapshot())
+        if self._record.is_save_due and self._saving is None:
+            learned = self._record.to_keep()
+            if learned is not None:
+                self._saving = (learned, self._writer.submit(partial(self._record.keep, learned)))
+
+    def _hear_of_save(self) -> None:
+        """What a save that has ended well holds is not saved again; one under way is heard of at a later update."""
+        if self._saving is None or not self._saving[1].done():
+            return
+        learned, job = self._saving
+        self._saving = None
+        if job.result():
+            self._record.kept(learned)
+
+
+class SnapshotWriter:
+    """Writes on a thread of its own, of snapshots the newest only: a disk that syncs must not hold up a step.
+
+    Args:
+        write: Writes one.
+    """
+
+    def __init__(self, write: Callable[[MetricsSnapshot], None]) -> None:
+        self._write = write
+        self._newest: deque[MetricsSnapshot] = deque(maxlen=1)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hotsplit-snapshots", initializer=stay_behind)
+        self._job: Future[None] | None = None
+
+    def put(self, snapshot: MetricsSnapshot) -> None:
+        """Have a snapshot written in place of those that still wait; returns at once.
+
+        Args:
+            snapshot: The newest.
+        """
+        self._newest.append(snapshot)
+        if self._job is None or self._job.done():
+            self._job = self._pool.submit(self._write_newest)
+
+    def submit(self, write: Callable[[], bool]) -> Future[bool]:
+        """Have something else written after what waits; returns at once.
+
+        Args:
+            write: Writes it, and tells whether that went well.
+        """
+        return self._pool.submit(write)
+
+    def finish(self) -> None:
+        """Write what waits, and wait for it."""
+        if self._job is not None:
+            self._job.result()
+        self._write_newest()
+
+    def close(self) -> None:
+        """Write what waits, and let the thread go; twice is harmless."""
+        try:
+            self.finish()
+        finally:
+            self._pool.shutdown(wait=True)
+
+    def _write_newest(self) -> None:
+        while self._newest:
+            try:
+                snapshot = self._newest.pop()
+            except IndexError:  # another thread has just taken it
+                return
+            self._write(snapshot)

@@ -141,7 +141,7 @@ def require_kernel(config: HotsplitConfig) -> None:
         raise ConfigError(
             f"{variable_name('kernel')} on a GPU",
             got=config.kernel,
-            wanted="no such setting: outputs there are equal wherever experts lie, but not to stock's to the bit",
+            wanted="no such setting: it chooses among a CPU's kernels, and a GPU has one of its own",
             do="leave it out, or use device='cpu'",
         )
 

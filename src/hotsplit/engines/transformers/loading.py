@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from hotsplit.bank.build import Progress
 from hotsplit.bank.runs import new_run_dir
 from hotsplit.config import HotsplitConfig, variable_name
 from hotsplit.engines.transformers import cpu, gpu, hooks
+from hotsplit.engines.transformers.cpu_rows import cold_choice, rows_options
+from hotsplit.engines.transformers.dense_memory import move_out_of_files
 from hotsplit.engines.transformers.engine import Engine, EngineOptions
 from hotsplit.engines.transformers.guards import guard
 from hotsplit.engines.transformers.leave_out import MODEL_LOCK, experts_left_out
@@ -175,20 +177,27 @@ def _on_cpu(opened: Opened, *, asked: _Asked) -> Any:
     if _fits(sizes, budget=budget, asked=asked):
         require_memory(sizes.expert_bytes, sizes=sizes, reserve_bytes=config.vram_reserve_bytes)
         return None
-    choice = _choose(sizes, asked=asked, budget=min(budget, sizes.expert_bytes))
-    needed = needed_bytes(choice.plan, sizes=sizes, dynamic=config.dynamic)
+    unfit = cpu.kernel_notices(config)
+    budget = min(budget, sizes.expert_bytes)
+    cold = cold_choice(opened, budget=budget, config=config)
+    choice = _choose(sizes, asked=asked, budget=budget - cold.num_bytes)
+    needed = needed_bytes(choice.plan, sizes=sizes, dynamic=config.dynamic) + cold.num_bytes
     require_memory(needed, sizes=sizes, reserve_bytes=config.vram_reserve_bytes)
+    rows, said = rows_options(cold, config=config)
     loaded = _load_without_experts(opened, asked.kwargs)
+    logger.info("%s of dense weights copied out of mapped files", gib(move_out_of_files(loaded)))
     banks = Banks(
         opened.source,
         hot=choice.plan.hot,
         prior=choice.prior,
-        options=_bank_options(sizes, config=config),
+        options=replace(_bank_options(sizes, config=config), rows=rows),
         on_progress=asked.on_progress,
     )
     with _closed_on_error(banks):
-        cpu.teach(loaded, banks=banks, source=opened.source)
-        _put_together(loaded, banks=banks, sizes=sizes, choice=choice, config=config, notices=())
+        unfit += cpu.teach(loaded, banks=banks, source=opened.source, strict=config.strict)
+        notices = [*said, *banks.rows.notices, *unfit]
+        _put_together(loaded, banks=banks, sizes=sizes, choice=choice, config=config, notices=notices)
+    logger.info("%s", cold.text)
     return loaded
 
 

@@ -9,7 +9,7 @@ guess would be silently wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -282,3 +282,6 @@ class _TrialBank:
 
     def ask(self, rows: Iterable[int]) -> None:
         """Nothing is cold."""
+
+    def arrivals(self, rows: Iterable[int]) -> Iterator[int]:
+        return iter(rows)

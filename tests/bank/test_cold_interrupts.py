@@ -1,0 +1,225 @@
+"""The cold path under Ctrl-C, without threads, closed halfway: never a hang, never another row's bytes, nothing lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from bank.toy_source import same, toy_source
+from hotsplit.bank.build import build_pointer_rows, place_layers
+from hotsplit.bank.cold_choice import slot_needs
+from hotsplit.bank.cold_reads import ColdRows
+from hotsplit.bank.mapped import MappedFiles
+from hotsplit.bank.pointers import RowsOptions
+from hotsplit.bank.staging import Staging
+from hotsplit.errors import BankError
+
+E, SLOTS = 6, 3
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return toy_source(tmp_path_factory.mktemp("toy"), num_experts=E)
+
+
+@pytest.fixture
+def direct(source, monkeypatch):
+    """Rows that are read into slots; nothing is ever found in the page cache."""
+    monkeypatch.setattr(MappedFiles, "is_present", lambda *_: False)
+    rows = build(source)
+    yield rows
+    rows.close()
+
+
+def build(source):
+    options = RowsOptions(slots=SLOTS, slot_bytes=slot_needs(source).slot_bytes, is_direct=True)
+    hot = ((),) * len(source.files)
+    layers = place_layers(hot, num_experts=E, dynamic=False, inclusive=True)
+    return build_pointer_rows(source, hot=hot, layers=layers, options=options)
+
+
+def read(rows, source, wanted, *, layer_id=0):
+    """One turn; in a thread with a deadline, since what these tests look for is a hang."""
+    found = []
+
+    def turn():
+        rows.ask(layer_id, wanted)
+        for row in rows.arrivals(layer_id, wanted):
+            assert same(source.expected[layer_id, row], rows.tensors(layer_id, row))
+            found.append(row)
+
+    thread = threading.Thread(target=turn, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive(), "a hang"
+    assert sorted(wanted) == sorted(found)
+
+
+def take(rows, wanted):
+    rows.ask(0, wanted)
+    return list(rows.arrivals(0, wanted))
+
+
+def interrupt_once(monkeypatch, owner, name, *, before=True):
+    """The first call is cut off by Ctrl-C, before or after it has done its work."""
+    real = getattr(owner, name)
+
+    def cut_off(*arguments, **named):
+        monkeypatch.setattr(owner, name, real)
+        if not before:
+            real(*arguments, **named)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, name, cut_off)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [(ColdRows, "_hear"), (ColdRows, "_submit"), (ThreadPoolExecutor, "submit"), (Staging, "take"), (Staging, "drop")],
+    ids=lambda place: place[1],
+)
+@pytest.mark.parametrize("before", [True, False])
+def test_an_interrupt_anywhere_leaves_rows_that_can_be_read(direct, source, monkeypatch, place, before):
+    read(direct, source, [0, 1, 2])
+    interrupt_once(monkeypatch, *place, before=before)
+    with pytest.raises(KeyboardInterrupt):
+        take(direct, [3, 4, 5])
+    for wanted in ([3, 4, 5], [0, 3], [5, 1, 2], [2, 4]):
+        read(direct, source, wanted)
+        read(direct, source, wanted, layer_id=1)
+
+
+def test_interrupts_take_no_slot_away_for_good(direct, source, monkeypatch):
+    for _ in range(2 * SLOTS):
+        interrupt_once(monkeypatch, ThreadPoolExecutor, "submit")
+        with pytest.raises(KeyboardInterrupt):
+            direct.ask(0, [0, 1])
+    before = direct.cold_counts.staged_rows
+    read(direct, source, [3, 4, 5])
+    assert SLOTS == direct.cold_counts.staged_rows - before
+
+
+def test_a_slot_that_an_interrupt_has_lost_is_found_again(direct, source):
+    staging = direct._cold._staging
+    read(direct, source, [0, 1])
+    staging._free.pop()  # as after an interrupt inside of take() or drop()
+    staging._slots.popitem()
+    before = direct.cold_counts.staged_rows
+    read(direct, source, [3, 4, 5])
+    assert SLOTS == direct.cold_counts.staged_rows - before
+
+
+def test_a_signal_ends_the_wait_for_a_row_and_the_row_can_be_had_later(direct, source, monkeypatch):
+    go, real = threading.Event(), Staging.read
+    monkeypatch.setattr(Staging, "read", lambda *arguments: (go.wait(10), real(*arguments))[1])
+    direct.ask(0, [1, 2])
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        list(direct.arrivals(0, [1, 2]))
+    timer.join()
+    go.set()
+    read(direct, source, [2, 1, 3])
+
+
+def test_where_no_thread_can_be_started_the_rows_are_read_all_the_same(direct, source, monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        direct.ask(0, [0, 1])
+        assert {0, 1} == set(direct.arrivals(0, [0, 1]))
+        assert all(same(source.expected[0, row], direct.tensors(0, row)) for row in (0, 1))
+    # What stands in the queue is read by no second thread now that there are some: its slots have other rows.
+    read(direct, source, [3, 4, 5])
+    read(direct, source, [0, 2], layer_id=1)
+
+
+@pytest.mark.parametrize("error", [MemoryError("no"), ValueError("bad"), SystemExit(3)])
+def test_whatever_a_read_fails_with_is_a_bank_error_with_its_cause(direct, source, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "read", fail)
+        direct.ask(0, [1])
+        with pytest.raises(BankError, match=f"layer 0, expert 1: got {type(error).__name__}") as caught:
+            list(direct.arrivals(0, [1]))
+    assert error is caught.value.__cause__
+    read(direct, source, [1, 2])
+
+
+def test_answers_that_nobody_waited_for_leave_nothing_behind(direct, source):
+    for turn in range(200):
+        direct.ask(0, [turn % E])
+        direct.tensors(0, turn % E)
+    assert direct._cold._answers._bell.qsize() <= SLOTS
+
+
+def test_a_close_that_is_interrupted_lets_everything_go_and_can_be_repeated(source, monkeypatch):
+    num_files = len(os.listdir("/proc/self/fd"))
+    rows = build(source)
+    read(rows, source, [0, 1])
+    interrupt_once(monkeypatch, ThreadPoolExecutor, "shutdown")
+    with pytest.raises(KeyboardInterrupt):
+        rows.close()
+    rows.close()
+    assert [] == [thread for thread in threading.enumerate() if thread.name.startswith("hotsplit-cold")]
+    assert num_files == len(os.listdir("/proc/self/fd"))
+
+
+def test_slots_are_part_of_what_is_taken_of_the_budget(source):
+    rows = build(source)
+    assert SLOTS * slot_needs(source).slot_bytes == rows.slot_bytes == rows.hot_bytes
+    rows.close()
+
+
+def test_many_models_in_threads_of_one_process_keep_their_rows_apart(tmp_path):
+    failures = []
+
+    def run(number):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        mine = toy_source(folder, num_experts=E, seed=number)
+        rows = build(mine)
+        try:
+            for turn in range(20):
+                wanted = [(turn + number) % E, (turn + number + 2) % E]
+                rows.ask(turn % 2, wanted)
+                arrived = rows.arrivals(turn % 2, wanted)
+                wrong = [row for row in arrived if not same(mine.expected[turn % 2, row], rows.tensors(turn % 2, row))]
+                failures.extend((number, turn, row) for row in wrong)
+        finally:
+            rows.close()
+
+    models = [threading.Thread(target=run, args=(number,)) for number in range(6)]
+    for one in models:
+        one.start()
+    for one in models:
+        one.join(30)
+    assert [] == failures
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no tmpfs to write to")
+def test_files_on_a_tmpfs_are_read_whether_or_not_it_has_direct_reads(monkeypatch, caplog):
+    monkeypatch.setattr(MappedFiles, "is_present", lambda *_: False)
+    folder = Path("/dev/shm") / f"hotsplit-test-{os.getpid()}"
+    folder.mkdir()
+    try:
+        mine = toy_source(folder, num_experts=E)
+        rows = build(mine)
+        for wanted in ([0, 1, 2], [5], list(range(E))):
+            read(rows, mine, wanted)
+        rows.close()
+    finally:
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+    # Newer kernels read from tmpfs with O_DIRECT too.
+    assert all("no direct reads" in message for message in caplog.messages)

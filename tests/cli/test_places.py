@@ -119,3 +119,10 @@ def test_a_link_stays_a_link_and_its_target_is_written(cli, commands, tmp_path):
 def test_show_reads_no_device_and_no_pipe(cli, tmp_path, name):
     os.mkfifo(tmp_path / "pipe")
     assert "no regular file" in cli("show", tmp_path / name).refusal()
+
+
+def test_a_folder_that_will_be_made_is_said(cli, commands, tmp_path):
+    output = tmp_path / "new" / "merged.json"
+    assert f"{output.parent} is not there and will be made\n" in cli(*commands["rerank"], "-o", output).err
+    assert output.is_file()
+    assert "will be made" not in cli(*commands["rerank"], "-o", output).err

@@ -68,7 +68,7 @@ def test_commands_that_need_torch_say_how_to_install_it(name, tmp_path):
     }
     done = run(*arguments[name], code=WITHOUT_TORCH + MAIN)
     assert (1, "") == (done.returncode, done.stdout)
-    assert "is not installed; pip install 'hotsplit[transformers]'\n" in done.stderr
+    assert "is not installed; in hotsplit's checkout run pip install '.[transformers]'\n" in done.stderr
     assert 1 == len(done.stderr.splitlines())
 
 

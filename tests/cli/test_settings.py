@@ -53,16 +53,6 @@ def test_a_bad_value_in_the_environment_is_refused_by_every_command_with_setting
     assert f"hotsplit: {name}: got '{value}'; wanted {allowed}" in line
 
 
-@pytest.mark.parametrize(("name", "value"), [("HOTSPLIT_KERNEL", "fast")])
-def test_what_is_not_built_yet_is_refused_as_that(cli, name, value):
-    assert f"{value} is not built yet" in cli("plan", "model", env={name: value}).refusal(2)
-
-
-@pytest.mark.transformers
-def test_the_fast_kernel_is_refused_as_not_built_yet_as_an_option_too(cli):
-    assert "fast is not built yet" in cli(*RUN, "--kernel", "fast").refusal(2)
-
-
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [

@@ -10,6 +10,7 @@ from typing import Any
 import click
 import numpy as np
 
+from hotsplit.cli.options import Integer
 from hotsplit.errors import HistogramError
 from hotsplit.files import read_bytes
 from hotsplit.notices import Notice
@@ -44,7 +45,7 @@ layers_option = click.option(
 )
 experts_option = click.option(
     "--experts",
-    type=click.IntRange(min=1, max=2**24),
+    type=Integer(min=1, max=2**24),
     help="Routed experts per layer, for files that leave unused ones out.",
 )
 phase_option = click.option(

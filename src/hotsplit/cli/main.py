@@ -19,6 +19,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.version import __version__
 
 _COMMANDS = {
+    "balance": "Play sample traffic through a server: histogram, held-out score, plan.",
     "convert": "Write a histogram in the form of another tool.",
     "demo": "Profile, plan and run the bundled model: the whole job in two minutes.",
     "evaluate": "Score a plan on traffic it was not made from, with a verdict.",
@@ -26,13 +27,16 @@ _COMMANDS = {
     "forecast": "Forecast tokens per second of a plan on a machine, between bounds.",
     "merge": "Merge several histograms of one model, by shares, pairs or ranks.",
     "plan": "Choose the hot experts from a routing histogram, under a budget, with proof.",
+    "probe": "Say what this host really is: GPUs, links, memory, limits, measured.",
     "profile": "Play sample traffic through a model and write its routing histogram.",
+    "recipe": "List, show and check what is known of a model on four GPUs.",
     "report": "Write one page that shows what plans do: map, curves, forecast, a run.",
     "rerank": "Merge live counts into a reference histogram.",
     "run": "Generate text with hot and cold experts.",
     "serve": "Start vLLM's server with hot and cold experts, checked first.",
     "simulate": "Replay a routing trace against policies: hits, cold bytes, moved bytes.",
     "show": "Show what a histogram, plan or trace file holds.",
+    "top": "Watch a server: hit rate, cold bytes, swaps, tokens/s, per rank.",
 }
 
 
@@ -97,7 +101,7 @@ def main() -> None:
     except ImportError as error:
         if error.name is None or error.name.split(".")[0] not in ("torch", "transformers", "accelerate"):
             raise
-        _fail(f"{error.name} is not installed; pip install 'hotsplit[transformers]'", code=1)
+        _fail(f"{error.name} is not installed; in hotsplit's checkout run pip install '.[transformers]'", code=1)
     except OSError as error:
         _fail(f"{error.filename or 'the system'}: got {(error.strerror or str(error)).lower()}", code=1)
 

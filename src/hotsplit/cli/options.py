@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,37 @@ from hotsplit.config import HotsplitConfig, settings
 
 Command = Callable[..., Any]
 
-SEED = click.IntRange(min=0, max=2**32 - 1)
+
+class Integer(click.IntRange):
+    """A range of integers that is called an integer where something else was typed."""
+
+    name = "integer"
+
+
+class Number(click.FloatRange):
+    """A range of numbers that is called a number where something else was typed."""
+
+    name = "number"
+
+
+class Seconds(Number):
+    """A range that has no place for nan, which is neither below nor above anything."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As click does, and nan is refused.
+
+        Args:
+            value: As it was typed.
+            param: Whose it is.
+            ctx: Of the command.
+        """
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return number
+
+
+SEED = Integer(min=0, max=2**32 - 1)
 """What every source of random numbers takes."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from hotsplit.cli import console
 from hotsplit.errors import ConfigError, HotsplitError
 from hotsplit.files import target_of
 from hotsplit.plan.dialects import split_set
@@ -22,6 +23,8 @@ _MODEL_FILES = (
 
 def require_places(outputs: Mapping[str, Path | None], *, inputs: Iterable[Path]) -> None:
     """Refuse, before the work, outputs that cannot be written or that would destroy what the command reads.
+
+    A folder that is not there is made when the output is written; that is said, since a misspelt one is made too.
 
     Args:
         outputs: By option; None for one that was not given.
@@ -43,6 +46,9 @@ def require_places(outputs: Mapping[str, Path | None], *, inputs: Iterable[Path]
             raise ConfigError(option, got=f"{path}, as {twin}", wanted="another file", do="name one")
         require_writable(path)
         written[option] = path
+    for folder in dict.fromkeys(path.parent for path in written.values()):
+        if not folder.exists():
+            console.note(f"{folder} is not there and will be made")
 
 
 def histogram_files(*names: str | None) -> list[Path]:

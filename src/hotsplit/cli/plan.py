@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from hotsplit.cli import console
-from hotsplit.cli.options import config_from, force_option, json_option, setting_options
+from hotsplit.cli.options import Integer, config_from, force_option, json_option, setting_options
 from hotsplit.cli.views import plan_json, print_plan
 from hotsplit.cli.work import PlanTask, make_plan_for
 
@@ -18,8 +18,8 @@ from hotsplit.cli.work import PlanTask, make_plan_for
 @setting_options("hot_gib", "dynamic", "counts", "objective", "strict", "vram_reserve_gib")
 @click.option("--hot-fraction", type=float, help="Without a model: share of all experts that is hot, 0 to 1.")
 @click.option("--test", help="Histogram of other traffic; the plan is scored on it, never made from it.")
-@click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help="Tensor-parallel size.")
-@click.option("--pp", type=click.IntRange(min=1), default=1, show_default=True, help="Pipeline-parallel size.")
+@click.option("--tp", type=Integer(min=1), default=1, show_default=True, help="Tensor-parallel size.")
+@click.option("--pp", type=Integer(min=1), default=1, show_default=True, help="Pipeline-parallel size.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the plan to this file.")
 @force_option
 @json_option

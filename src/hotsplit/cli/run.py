@@ -8,15 +8,15 @@ import click
 
 from hotsplit.cli import console
 from hotsplit.cli.device_option import device_option
-from hotsplit.cli.options import SEED, config_from, force_option, json_option, setting_options
+from hotsplit.cli.options import SEED, Integer, Number, config_from, force_option, json_option, setting_options
 
 
 @click.command("run")
 @click.argument("model")
 @click.option("--prompt", required=True, help="What to continue.")
 @click.option("--chat", is_flag=True, help="Put the prompt through the model's chat template.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens to generate.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 decodes greedily.")
+@click.option("--max-new-tokens", type=Integer(min=1), default=64, show_default=True, help="Tokens to generate.")
+@click.option("--temperature", type=Number(min=0), default=0.0, show_default=True, help="0 decodes greedily.")
 @click.option("--seed", type=SEED, default=0, show_default=True, help="Of sampling.")
 @setting_options(
     "hot_gib",

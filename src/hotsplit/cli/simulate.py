@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from hotsplit.cli import console
-from hotsplit.cli.options import config_from, force_option, json_option, setting_options
+from hotsplit.cli.options import Integer, config_from, force_option, json_option, setting_options
 from hotsplit.cli.simulate_inputs import SimulateTask
 from hotsplit.cli.simulate_view import print_simulation, simulation_json
 from hotsplit.cli.simulating import simulate
@@ -17,7 +17,7 @@ from hotsplit.plan.replay import KEPT
 from hotsplit.plan.transit import PLACEMENTS
 
 _FILE = click.Path(path_type=Path)
-_COUNT = click.IntRange(min=1)
+_COUNT = Integer(min=1)
 
 
 @click.command("simulate")

@@ -52,7 +52,9 @@ def find_vllm() -> Vllm:
             import vllm.envs
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "vllm":
-            cure = "pip install 'hotsplit[vllm]', or on a machine without a GPU as docs/vllm.md says"
+            cure = (
+                "in hotsplit's checkout run pip install '.[vllm]', or on a machine without a GPU as docs/vllm.md says"
+            )
             raise EngineError("vLLM is not installed", do=cure) from error
         do = "install it into an environment of its own, as docs/vllm.md says"
         raise EngineError("vLLM cannot be imported", got=str(error), do=do) from error
@@ -96,7 +98,7 @@ def _size(flags: Sequence[str], *, name: str) -> int:
         spelt, equals, value = flag.partition("=")
         if _is_spelling(spelt, name=name):
             text = value if equals else following
-    if text.isascii() and text.isdigit() and int(text) >= 1:
+    if text.isascii() and text.isdigit() and len(text) <= 9 and int(text) >= 1:
         return int(text)
     got = repr(text) if text else "nothing"
     raise ConfigError(f"vLLM's {name}", got=got, wanted="an integer >= 1", do="leave it out for 1")
@@ -120,7 +122,11 @@ def require_plugin(vllm: Vllm, *, environ: Mapping[str, str]) -> None:
     """
     if not vllm.has_plugin:
         got = "no entry point of hotsplit among vLLM's plugins"
-        raise EngineError("vLLM would run without hotsplit", got=got, do="pip install hotsplit where vLLM is installed")
+        raise EngineError(
+            "vLLM would run without hotsplit",
+            got=got,
+            do="in hotsplit's checkout run pip install . with the pip of vLLM's environment",
+        )
     allowed = environ.get("VLLM_PLUGINS")
     if allowed is not None and PLUGIN not in allowed.split(","):
         wanted = f"{PLUGIN} among them, since vLLM loads no other plugins"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -36,7 +39,7 @@ def test_results_are_within_the_bound(path, tokens, outputs, inputs, dtype, has_
     x, weight, bias = parts(tokens=tokens, outputs=outputs, inputs=inputs, dtype=dtype)
     bias = bias if has_bias else None
     native = NativeLinear(LIBRARY, outputs=outputs, inputs=inputs, dtype=dtype, path=path)
-    assert native.takes(x, weight=weight)
+    assert native.takes(x, weight=weight, bias=bias)
     truth, bound = linear_and_bound(
         x.double(), weight=weight.double(), bias=None if bias is None else bias.double(), dtype=dtype
     )
@@ -84,9 +87,45 @@ def test_what_is_no_number_stays_none(number):
 def test_other_calls_are_torchs():
     x, weight, _ = parts(tokens=MOST_ROWS + 1, outputs=8, inputs=32, dtype=torch.float32)
     native = NativeLinear(LIBRARY, outputs=8, inputs=32, dtype=torch.float32)
-    assert native.takes(x[:MOST_ROWS], weight=weight)
+    assert native.takes(x[:MOST_ROWS], weight=weight, bias=None)
     calls = [(x, weight), (x[:0], weight), (x[:1].double(), weight), (x[:1], weight.bfloat16())]
     calls += [(x[:1].clone().requires_grad_(), weight), (x[:1], weight.T.contiguous().T)]
-    assert [False] * 6 == [native.takes(tokens, weight=its) for tokens, its in calls]
+    assert [False] * 6 == [native.takes(tokens, weight=its, bias=None) for tokens, its in calls]
     with torch.autocast("cpu"):
-        assert not native.takes(x[:1], weight=weight)
+        assert not native.takes(x[:1], weight=weight, bias=None)
+
+
+class Elsewhere(torch.Tensor):
+    """Numbers that may lie where no address says."""
+
+
+def test_values_that_have_changed_since_the_proof_are_torchs():
+    x, weight, bias = parts(tokens=1, outputs=8, inputs=32, dtype=torch.bfloat16)
+    native = NativeLinear(LIBRARY, outputs=8, inputs=32, dtype=torch.bfloat16)
+    assert native.takes(x, weight=weight, bias=bias)
+    calls = [
+        (x, weight[:5], None),  # fewer rows than the native code would read
+        (x, weight, bias.float()),
+        (x, weight, bias[:1].expand(8)),
+        (x, weight, bias[:5]),
+        (x, weight, bias.clone().requires_grad_()),
+        (x, weight.as_subclass(Elsewhere), bias),
+        (x.as_subclass(Elsewhere), weight, bias),
+    ]
+    assert [False] * 7 == [native.takes(tokens, weight=its, bias=other) for tokens, its, other in calls]
+
+
+def test_a_forked_process_computes_alone_where_it_would_wait_for_threads_for_ever():
+    x, weight, bias = parts(tokens=1, outputs=1024, inputs=64, dtype=torch.bfloat16)
+    native, threads = NativeLinear(LIBRARY, outputs=1024, inputs=64, dtype=torch.bfloat16), torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        expected = native(x, weight=weight, bias=bias)
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # whoever counts the time of tests may have taken it
+            signal.alarm(20)
+            os._exit(0 if torch.equal(expected, native(x, weight=weight, bias=bias)) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        torch.set_num_threads(threads)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 from hotsplit.bank import runs
 from hotsplit.bank.runs import KEPT_RUNS, new_run_dir
@@ -64,3 +66,18 @@ def test_runs_of_processes_that_are_there_are_live(tmp_path):
     (tmp_path / "runs" / f"20260101T000009-{os.getpid()}-x").mkdir()
     assert mine == runs.live_runs(tmp_path)
     assert [] == runs.live_runs(tmp_path / "gone")
+
+
+def test_a_folder_of_an_earlier_process_with_the_same_id_is_no_live_run(tmp_path):
+    (stale,) = make_runs(tmp_path, 1, pid=os.getpid())
+    os.utime(stale, (1e9, 1e9))
+    mine = runs.new_run_dir(tmp_path)
+    mine.mkdir()
+    assert [mine] == runs.live_runs(tmp_path)
+
+
+def test_a_process_that_has_ended_and_that_nobody_has_reaped_runs_no_more(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        make_runs(tmp_path, 1, pid=ended.pid)
+        assert [] == runs.live_runs(tmp_path)

@@ -59,7 +59,7 @@ class FakeServer:
     Args:
         state_dir: HOTSPLIT_STATE_DIR; None for a server without hotsplit.
         behave: Called with the number of a generation, from 1, and its body; returns None for an answer, a status, or
-            "reset", "hang", "junk", "silence".
+            "reset", "hang", "junk", "silence", or a dict that is sent with status 200.
         port: Where; 0 for any.
         root: What it says of its model's folder.
         layers: That it counts.
@@ -174,6 +174,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif isinstance(action, int):
             wait = (("Retry-After", "0"),) if action in (429, 503) else ()
             self.reply(action, {"error": {"message": f"said {action}", "code": action}}, headers=wait)
+        elif isinstance(action, dict):
+            self.reply(200, action)
         elif action == "junk":
             self.reply(200, b"<html>")
         else:

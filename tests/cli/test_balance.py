@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from cli.fake_openai import PREFILL_TOKENS, FakeServer, routed
+from hotsplit.cli.balancing import _without_keys
 from hotsplit.data import tiny_moe_path
+from hotsplit.errors import HotsplitError
 from hotsplit.plan.dialects import load_histogram
 from hotsplit.plan.planfile import load_plan, plan_hash
 
@@ -216,16 +218,70 @@ def test_a_journal_that_is_none_is_refused_and_kept(balance, server, tmp_path, t
     assert text == (tmp_path / "out" / "journal.json").read_text()
 
 
-@pytest.mark.parametrize("change", [{"done": [99]}, {"parts": []}, {"parts": [{}, {}]}, {"done": "x"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"done": [99]}, {"parts": []}, {"parts": [{}, {}]}, {"done": "x"}, {"done": "12"}, {"done": [1.5]},
+        {"parts": "none"}, {"prompt_tokens": -1}, {"budget_bytes": float("inf")}, {"prompt_tokens": float("inf")},
+        {"arguments": {"concurrency": float("nan")}},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_a_damaged_journal_is_refused(balance, server, tmp_path, change):
     balance(server)
     path = tmp_path / "out" / "journal.json"
-    content = json.loads(path.read_text()) | change
-    if change == {"parts": []}:
-        content["parts"] = content["parts"] or [{}]
-        content["parts"] = [{"layers": [0], "tokens": {}, "counts": {}}]
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    if "arguments" in change:
+        assert "was begun with another" in balance(server).refusal(2)
+    else:
+        assert "journal" in balance(server).refusal()
+
+
+@pytest.mark.parametrize("bad", [0.5, "1", 2**70, -1])
+def test_a_journal_with_counts_that_are_none_is_refused(balance, server, tmp_path, bad):
+    balance(server)
+    path = tmp_path / "out" / "journal.json"
+    content = json.loads(path.read_text())
+    content["parts"][0]["counts"]["decode"][0][0] = bad
     path.write_text(json.dumps(content))
-    assert "journal" in balance(server).refusal()
+    assert "damaged content" in balance(server).refusal()
+
+
+def test_a_journal_with_counts_of_another_model_is_refused_before_anything_is_played(balance, server, tmp_path):
+    balance(server)
+    path = tmp_path / "out" / "journal.json"
+    content = json.loads(path.read_text())
+    for part in content["parts"]:
+        part["layers"] = [layer + 1 for layer in part["layers"]]
+    content["done"] = [0]
+    path.write_text(json.dumps(content))
+    sent = len(server.bodies)
+    assert "got counts of another model than" in balance(server).refusal()
+    assert sent == len(server.bodies)
+
+
+def test_what_could_not_be_saved_is_not_called_kept(balance, server, monkeypatch):
+    def full(path, data):
+        raise HotsplitError(f"cannot write {path}", got="No space left on device")
+
+    monkeypatch.setattr("hotsplit.cli.journal.write_atomic", full)
+    result = balance(server)
+    assert "No space left" in result.refusal()
+    assert "0 of 60 requests are kept; the same command goes on from there" in result.err.splitlines()
+
+
+def test_where_no_request_of_a_half_is_answered_the_failure_is_named(balance, state, traffic):
+    with FakeServer(state, behave=lambda number, body: 400) as server:
+        line = balance(server, "--max-requests", 6).refusal()
+    assert "no request of the first half was answered: got HTTP 400 (data file" in line
+    assert "line 1: said 400" in line
+
+
+@pytest.mark.parametrize("flags", [("--api-key", "s3cret", "--port", "1"), ("--api_key=s3cret", "--port", "1")])
+def test_a_key_is_not_written_into_the_journal(flags):
+    kept = _without_keys(flags)
+    assert "s3cret" not in str(kept)
+    assert ["--port", "1"] == kept[-2:]
 
 
 def test_two_commands_in_one_folder_are_refused(balance, server, tmp_path):

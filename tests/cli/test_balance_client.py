@@ -64,11 +64,24 @@ def test_what_may_pass_is_sent_again_and_is_then_an_answer(ask, action):
         ("reset", "connection broken"),
         ("hang", "timed out"),
         ("junk", "no JSON"),
+        ({"error": {"message": "the engine is dead"}}, "no completion"),
+        ({"choices": [{}], "error": {"message": "cut off"}}, "no completion"),
+        ({"object": "error", "message": "too long"}, "no completion"),
     ],
 )
 def test_what_does_not_pass_is_given_up_after_three_tries(ask, action, kind):
     answer = ask(lambda number, body: action)
     assert (kind, 3) == (answer.failure, answer.tries)
+
+
+def test_what_a_server_says_of_an_error_with_status_200_is_kept(ask):
+    assert "the engine is dead" == ask(lambda number, body: {"error": {"message": "the engine is dead"}}).detail
+
+
+@pytest.mark.parametrize("usage", [None, [], "many", {"prompt_tokens": "x"}])
+def test_an_answer_whose_usage_is_none_is_an_answer(ask, usage):
+    answer = ask(lambda number, body: {"choices": [{}], "usage": usage})
+    assert (None, 0) == (answer.failure, answer.prompt_tokens)
 
 
 def test_a_server_that_is_not_there_is_no_connection():

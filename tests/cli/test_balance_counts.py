@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -53,6 +54,21 @@ def test_copies_count_once_and_stages_stand_in_the_order_of_their_layers(ranks, 
 def test_stages_that_overlap_are_refused():
     with pytest.raises(EngineError, match="wanted each layer once"):
         join_ranks([snapshot(0, (3, 4)), snapshot(1, (4, 5))])
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {"decode": {4: [1, 2]}, "prefill": {4: [1, 2]}},
+        {"decode": {4: [1, 2, 3]}},
+        {"decode": {4: [1, 2, 3]}, "prefill": {5: [1, 2, 3]}},
+        {"decode": {4: [1, 2, 2**70]}, "prefill": {4: [1, 2, 3]}},
+    ],
+    ids=["fewer experts", "no prefill", "other layers", "too many"],
+)
+def test_ranks_that_do_not_count_one_model_are_refused(counts):
+    with pytest.raises(EngineError, match="wanted those of one model"):
+        join_ranks([snapshot(0, (3,)), replace(snapshot(1, (4,)), counts=counts)])
 
 
 def test_a_difference_is_what_came_between_and_a_restart_is_told():
@@ -128,6 +144,19 @@ def test_a_run_that_is_dead_ends_the_wait(tmp_path):
         with pytest.raises(EngineError, match="dead"):
             CountedRun(server.run_dir, is_alive=is_alive).counts()
         assert time.monotonic() - began < 5
+
+
+def test_the_run_of_a_server_is_found_beside_one_that_cannot_be_read(tmp_path, monkeypatch):
+    with FakeServer(tmp_path) as server:
+        broken = server.run_dir.parent / server.run_dir.name.replace("000000", "000001")
+        broken.mkdir()
+        (broken / "rank0.json").write_text("{")
+        (server.run_dir / "rank-of-mine.json").write_text("{}")
+        answer_all = lambda folder, rank: runs.asked(folder)  # noqa: E731
+        monkeypatch.setattr("hotsplit.cli.run_counts.runs.told", answer_all)
+        connect = lambda: OpenAIClient(server.url, timeout_s=5, connections=1)  # noqa: E731
+        with running(server.url, state_dir=tmp_path, connect=connect) as target:
+            assert server.run_dir == target.run.run_dir
 
 
 def test_the_run_of_a_server_is_found_beside_one_that_hangs(tmp_path, monkeypatch):

@@ -34,10 +34,13 @@ def read(tmp_path):
         ({"prompt": [1, 2], "max_tokens": 900}, "/v1/completions", {"prompt": [1, 2], "max_tokens": 64}),
         ({"messages": CHAT, "temperature": 0}, "/v1/chat/completions",
          {"messages": CHAT, "temperature": 0, "max_tokens": 64}),
+        ({"text": "a", "min_tokens": 300, "max_tokens": 900}, "/v1/completions",
+         {"prompt": "a", "min_tokens": 64, "max_tokens": 64}),
+        ({"messages": None, "prompt": None, "text": "a"}, "/v1/completions", {"prompt": "a", "max_tokens": 64}),
         ({"custom_id": "1", "body": {"messages": CHAT, "model": "other", "max_completion_tokens": 7, "stream": True}},
          "/v1/chat/completions", {"messages": CHAT, "max_tokens": 7}),
     ],
-    ids=["text", "prompt", "token ids", "chat", "batch line"],
+    ids=["text", "prompt", "token ids", "chat", "at least", "empty columns", "batch line"],
 )  # fmt: skip
 def test_a_line_becomes_a_request(read, line, path, body):
     request = read(line, line).requests[0]
@@ -61,6 +64,10 @@ def test_a_line_becomes_a_request(read, line, path, body):
         ({"text": "a", "max_tokens": True}, "line 2, max_tokens: got true"),
         ("9" * 5000, "line 2"),
         ("[" * 100_000, "line 2"),
+        ('{"text": "a\\ud800"}', "line 2: got half of a surrogate pair"),
+        ('{"messages": [{"role": "user", "content": "\\udc00"}]}', "line 2: got half of a surrogate pair"),
+        ('{"text": "a", "temperature": NaN}', "line 2: got Out of range float"),
+        ('{"text": "a", "chat_template_kwargs": {"x": [-Infinity]}}', "line 2: got Out of range float"),
     ],
 )  # fmt: skip
 def test_a_line_that_is_no_request_is_named_by_its_number(read, line, said):

@@ -54,6 +54,7 @@ def start(tmp_path, traffic):
         if process.poll() is None:
             process.kill()
         process.communicate()
+    wait_until(lambda: not servers(tmp_path / "out"))  # a killed command's server ends with it
 
 
 def wait_until(condition):
@@ -148,19 +149,35 @@ def test_an_interrupt_ends_the_server_keeps_the_journal_and_the_next_start_goes_
     assert 80 * 6 <= counted <= 84 * 6
 
 
-def test_a_server_whose_command_was_killed_is_named_and_not_joined_by_another(start, tmp_path):
+def test_a_server_ends_with_its_command_also_when_that_is_killed_and_the_next_start_goes_on(start, tmp_path):
     out = tmp_path / "out"
     process = start("slow")
     log = out / "server.log"
     wait_until(lambda: log.exists() and "generation 5\n" in log.read_text())
     process.kill()
     process.communicate()
-    (left,) = servers(out)
-    try:
+    wait_until(lambda: not servers(out))
+    process = start("ok", "--json")
+    found, err = process.communicate(timeout=LIMIT_S)
+    assert 0 == process.returncode, err
+    assert 80 == json.loads(found)["requests"]["done"]
+
+
+def test_a_server_that_outlives_its_command_is_named_and_not_joined_by_another(start, tmp_path):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as left:
+        (tmp_path / "out" / "state" / "runs" / f"20260101T000000-{left.pid}-0").mkdir(parents=True)
         _, err = start("ok").communicate(timeout=LIMIT_S)
-        assert f"still runs: got process {left}" in err.splitlines()[-1]
-    finally:
-        os.kill(left, signal.SIGKILL)
+        left.kill()
+    assert f"still runs: got process {left.pid}" in err.splitlines()[-1]
+
+
+def test_a_port_that_is_taken_is_refused_before_a_server_is_started(start, tmp_path):
+    with FakeServer(tmp_path / "elsewhere") as other:
+        port = other.url.rpartition(":")[2]
+        _, err = start("ok", "--", "--port", port).communicate(timeout=LIMIT_S)
+        assert f"port {port}: got somebody who listens there already" in err.splitlines()[-1]
+        assert [] == other.bodies
+    assert not (tmp_path / "out" / "server.log").exists()
 
 
 @pytest.fixture
@@ -176,7 +193,9 @@ def refused(cli, traffic, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("url", ["http://192.0.2.1:8000", "198.51.100.7:8000", "http://no-such-host.invalid"])
+@pytest.mark.parametrize(
+    "url", ["http://192.0.2.1:8000", "198.51.100.7:8000", "http://no-such-host.invalid", "a..b:80", f"{'a' * 70}.b"]
+)
 def test_a_server_on_another_host_is_refused_with_the_reason_and_never_asked(refused, url):
     line = refused(url)
     assert "got another host; wanted one on this host: counts per expert are in its state folder" in line

@@ -174,6 +174,18 @@ def test_a_damaged_file_is_skipped_aloud(cli, counts, state, tmp_path):
     assert (0, True) == (result.code, "[learned-damaged]" in result.err)
 
 
+@pytest.mark.parametrize("has_other", [False, True], ids=["alone", "beside another stage"])
+def test_a_damaged_file_is_named_where_it_is_why_there_are_none(cli, counts, state, tmp_path, has_other):
+    if has_other:
+        learn(state, identity=replace(TINY, layers=(0, 1)))
+    damaged = state / "learned" / "x-stage1.json"
+    damaged.parent.mkdir(parents=True, exist_ok=True)
+    damaged.write_text("{")
+    line = cli("rerank", counts, "--state-dir", state, "-o", tmp_path / "m.json").refusal()
+    assert f"{damaged} is damaged and skipped" in line
+    assert ("but not of all pipeline stages" in line) == has_other
+
+
 def test_learned_counts_are_never_written_over(cli, counts, state):
     learn(state)
     path = learned_path(state, TINY)

@@ -36,12 +36,9 @@ def test_a_static_model_equals_stock_to_the_bit(checkpoint, expected, load, mode
 def test_a_dynamic_model_equals_stock_to_the_bit_while_experts_swap(checkpoint, expected, load, model_type, dtype):
     folder = checkpoint(model_type, dtype=dtype)
     model = load(folder, hot=0.5, dyn_steps=3, dyn_margin=1, dyn_half_life=1)
-    before = model.hotsplit.banks.router.row_map.tolist()
     assert [True] * 3 == all_equal(expected(folder), tiny.play(model))
     assert [True] * 3 == all_equal(expected(folder), tiny.play(model))
-    done = model.hotsplit.snapshot().swaps_done
-    assert done > 0
-    assert before != model.hotsplit.banks.router.row_map.tolist()
+    assert 0 < model.hotsplit.snapshot().swaps_done
 
 
 @pytest.mark.parametrize("hot", [0.0, 0.5])

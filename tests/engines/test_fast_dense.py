@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import io
+import warnings
+import weakref
+
 import pytest
 import torch
 
@@ -10,7 +16,7 @@ from hotsplit.bank.kernels import fast_library
 from hotsplit.bank.kernels.fast_linear import NativeLinear
 from hotsplit.engines.transformers import cpu, fast_dense
 from hotsplit.engines.transformers.fast_dense import FastLinear, use_native_linears
-from hotsplit.errors import ConfigError, UnsupportedEngineError
+from hotsplit.errors import ConfigError, EngineError, UnsupportedEngineError
 from hotsplit.plan.planfile import save_plan
 
 LIBRARY = fast_library.load()
@@ -95,6 +101,67 @@ def test_subclasses_and_other_types_are_left_alone():
     dense.close()
     assert torch.nn.Linear is type(model[2])
     assert fast_dense.FastDense().notices == []
+
+
+def one_layer():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64, dtype=torch.bfloat16)).requires_grad_(requires_grad=False)
+    return model, use_native_linears(model, library=LIBRARY, least_bytes=0), torch.randn(1, 64).bfloat16()
+
+
+def test_copies_and_pickles_are_torchs_own_layers():
+    model, _, x = one_layer()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert torch.nn.Linear is type(other[0])
+        assert "_hotsplit_native" not in other[0].__dict__
+        assert torch.equal(torch.nn.functional.linear(x, model[0].weight, model[0].bias), other(x))
+    assert FastLinear is type(model[0])
+
+
+def test_what_another_library_did_to_a_layer_outlives_the_native_code():
+    class Own(torch.nn.Linear):
+        pass
+
+    model, dense, x = one_layer()
+    other, others, _ = one_layer()
+    model[0].forward = model[0].forward  # as a wrapper keeps it, bound to the class of now
+    other[0].__class__ = Own
+    dense.close()
+    others.close()
+    assert torch.equal(torch.nn.functional.linear(x, model[0].weight, model[0].bias), model(x))
+    assert Own is type(other[0])
+
+
+def test_a_trained_bias_gets_its_gradient_and_a_traced_graph_its_product():
+    model, _, x = one_layer()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tracing is deprecated, and still used
+        traced = torch.jit.trace(model, x)
+    assert torch.allclose(model(2 * x).float(), traced(2 * x).float(), rtol=0.1, atol=0.1)
+    model[0].bias.requires_grad_()
+    model(x).sum().backward()
+    assert torch.equal(torch.ones(64, dtype=torch.bfloat16), model[0].bias.grad)
+
+
+@pytest.mark.parametrize("kernel", ["exact", "fast"])
+def test_a_router_that_is_trained_is_refused_in_one_line(checkpoint, load, kernel):
+    model = load(checkpoint("qwen3_moe"), dynamic=False, kernel=kernel)
+    model.get_parameter("model.layers.0.mlp.gate.weight").requires_grad_()
+    with pytest.raises(EngineError, match="only infer"):
+        model.model.layers[0].mlp(torch.randn(1, 3, model.config.hidden_size, dtype=model.dtype))
+
+
+def test_closing_lets_the_rows_memory_go(checkpoint, load):
+    model = load(checkpoint("qwen3_moe"), dynamic=False, kernel="fast")
+    logits(model, tokens=3)
+    memory = weakref.ref(model.hotsplit.banks.rows._arena._memory)
+    assert memory() is not None
+    model.hotsplit.close()
+    gc.collect()
+    assert memory() is None
 
 
 def test_notices_are_the_models_and_an_error_in_strict_mode_where_nothing_is_native(checkpoint, load, monkeypatch):

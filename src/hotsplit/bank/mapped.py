@@ -6,8 +6,8 @@ made present first, by a call that fails instead:
     is_present     mincore, and the file's size: is every page in the page cache? 4 us for 3 MB
     make_present   read ahead exactly these pages, then MADV_POPULATE_READ: waits for them, and tells of errors
 
-Read-ahead of the kernel's own, as a touch or a populate alone would cause it, reads 2 to 3.5 times as much as was asked
-for. Source: benchmarks/bench_cold_path.py.
+Read-ahead of the kernel's own, as a touch or a populate alone would cause it, reads four to six times as much as was asked
+for. Source: benchmarks/results/cold_path.json.
 """
 
 from __future__ import annotations

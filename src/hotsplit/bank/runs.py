@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import os
 import re
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -30,6 +31,8 @@ _MAX_WORD = 200
 _OURS = r"rank\d+\.json|ask|told-rank\d+"
 _FILE = re.compile(rf"(?:{_OURS})|\.(?:{_OURS})\..*")  # the second is what a kill leaves of a write
 _numbers = itertools.count()
+_CLOCK_SLACK_S = 5.0
+"""By which two clocks of one machine, and its files, may differ."""
 
 
 def new_run_dir(state_dir: Path) -> Path:
@@ -48,12 +51,15 @@ def new_run_dir(state_dir: Path) -> Path:
 def live_runs(state_dir: Path) -> list[Path]:
     """Folders of runs whose starting process is still there, oldest first.
 
+    In a container that starts anew every server has the process id of the one before it: a folder that was last
+    written before its process began is another's.
+
     Args:
         state_dir: HOTSPLIT_STATE_DIR.
     """
     with contextlib.suppress(OSError):
         found = [(path, _NAME.fullmatch(path.name)) for path in sorted((state_dir / "runs").iterdir())]
-        return [path for path, name in found if name is not None and path.is_dir() and _is_alive(int(name["pid"]))]
+        return [path for path, name in found if name is not None and path.is_dir() and _is_its(path, int(name["pid"]))]
     return []
 
 
@@ -124,7 +130,25 @@ def _is_alive(pid: int) -> bool:
         return False
     except PermissionError:
         return True
+    # One that has ended keeps its id until somebody reaps it, which in many a container nobody does.
+    return _stat(pid)[:1] not in (["Z"], ["X"])
+
+
+def _is_its(run_dir: Path, pid: int) -> bool:
+    """Whether the process that made a folder lives, and no later one that has its id now."""
+    if not _is_alive(pid):
+        return False
+    with contextlib.suppress(OSError, ValueError, IndexError, AttributeError):  # where there is no /proc, the id is all
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(_stat(pid)[19]) / os.sysconf("SC_CLK_TCK")
+        return run_dir.stat().st_mtime >= time.time() - age_s - _CLOCK_SLACK_S
     return True
+
+
+def _stat(pid: int) -> list[str]:
+    """What /proc says of a process from its state on (proc_pid_stat(5), field 3); empty where it says nothing."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return []
 
 
 def _remove(folder: Path) -> None:

@@ -18,7 +18,7 @@ from hotsplit.bank import runs
 from hotsplit.cli import console
 from hotsplit.cli.openai_client import OpenAIClient, Served
 from hotsplit.cli.run_counts import CountedRun, find_run
-from hotsplit.cli.server_process import ServerProcess, free_port, is_local, running_server
+from hotsplit.cli.server_process import ServerProcess, free_port, is_listened_to, is_local, running_server
 from hotsplit.config import HotsplitConfig, as_written, variable_name
 from hotsplit.errors import ConfigError, EngineError
 from hotsplit.metrics import Sample
@@ -143,11 +143,12 @@ def started(
         connect: Makes the client.
 
     Raises:
-        EngineError: It ended, was not ready in time, or counts nothing.
+        EngineError: Its port is taken, it ended, was not ready in time, or counts nothing.
     """
     log, state = folder / "server.log", folder / "state"
     _require_none_left(state)
     client = connect()
+    _require_free(client.url)
     console.note(f"starting vLLM's server with an even placement; its log: {log}")
     with (
         contextlib.closing(client),
@@ -167,6 +168,18 @@ def _require_none_left(state: Path) -> None:
             "a server that an earlier command has started still runs",
             got=f"process {pid}, as {left[-1]} says",
             do=f"end it (kill {pid}), or remove that folder if it is none",
+        )
+
+
+def _require_free(url: str) -> None:
+    """Refuse a port at which another server would answer in the place of ours."""
+    parts = urlsplit(url)
+    if is_listened_to(parts.hostname or "", parts.port or 80):
+        raise EngineError(
+            f"port {parts.port}",
+            got="somebody who listens there already",
+            wanted="a free port",
+            do="leave --port out for one that is free, or use that server with --url",
         )
 
 

@@ -10,7 +10,7 @@ command goes on where it stopped.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from hotsplit.cli.recipes_serving import ServeWish, serve_task
 from hotsplit.cli.run_counts import histogram_of, parallel_of
 from hotsplit.cli.sample_requests import Sample, read_sample
 from hotsplit.config import HotsplitConfig, as_written
-from hotsplit.errors import ConfigError, HistogramError
+from hotsplit.errors import ConfigError, EngineError, HistogramError, HotsplitError
 from hotsplit.notices import Notice, enforce
 from hotsplit.plan.checkpoint import read_headers
 from hotsplit.plan.evaluate import Evaluation
@@ -38,6 +38,7 @@ from hotsplit.plan.verdict import Verdict, few_pairs, judge
 HISTOGRAM, PLAN = "histogram.json", "plan.json"
 FIRST, SECOND = "first-half.json", "second-half.json"
 
+_KEY = "--api-key"
 _MANY_TOKENS = 1.1
 """Tokens counted, in those of our own requests, from which on somebody else's are among them."""
 _OF_EVEN = frozenset({"no-histogram", "no-effect"})
@@ -228,9 +229,24 @@ def _journal(task: BalanceTask, *, model: Served, sample: Sample) -> Journal:
         "max_requests": task.max_requests,
         "concurrency": task.concurrency,
         "hot_gib": hot_gib,
-        "vllm_flags": list(task.flags if task.serve is None else task.serve.flags),
+        "vllm_flags": _without_keys(task.flags if task.serve is None else task.serve.flags),
     }
-    return open_journal(task.output, arguments=arguments, num_requests=len(sample.requests))
+    journal = open_journal(task.output, arguments=arguments, num_requests=len(sample.requests))
+    ours = (model.sizes.identity.layers, model.sizes.identity.num_experts)
+    if any((part.layers, part.shape[1]) != ours for part in journal.parts):  # hours of playing would end in this
+        do = "name another -o, or remove this folder to begin anew"
+        raise HotsplitError(f"journal {journal.path}", got=f"counts of another model than {model.name}", do=do)
+    return journal
+
+
+def _without_keys(flags: Sequence[str]) -> list[str]:
+    """Flags of vLLM as a file may keep them: a key decides nothing that is counted."""
+    kept = list[str]()
+    for before, flag in zip(("", *flags), flags, strict=False):
+        name, equals, _ = flag.partition("=")
+        hidden = f"{name}=***" if equals and name.replace("_", "-") == _KEY else flag
+        kept.append("***" if before.replace("_", "-") == _KEY else hidden)
+    return kept
 
 
 def _play(task: BalanceTask, *, target: Target, journal: Journal, sample: Sample, sizes: ExpertSizes) -> Played:
@@ -242,7 +258,7 @@ def _play(task: BalanceTask, *, target: Target, journal: Journal, sample: Sample
     try:
         return playing.play()
     except BaseException:
-        console.note(f"{len(journal.done)} of {total} requests are kept; the same command goes on from there")
+        console.note(f"{journal.num_saved} of {total} requests are kept; the same command goes on from there")
         raise
 
 
@@ -259,6 +275,7 @@ def _others(journal: Journal) -> list[Notice]:
 def _finished(task: BalanceTask, *, model: Served, journal: Journal, played: Played, notices: list[Notice]) -> Balanced:
     """Counts to histograms, a plan of the first half tested on the second, and the plan of all of it."""
     first, second = journal.parts
+    _require_answers(journal, played=played)
     name, strict = model.name, task.config.strict
     halves = [histogram_of(part, sizes=model.sizes, name=name) for part in (first, second)]
     whole, said = histogram_of(first.plus(second), sizes=model.sizes, name=name)
@@ -289,6 +306,15 @@ def _finished(task: BalanceTask, *, model: Served, journal: Journal, played: Pla
         next_command=_next_command(task, model=model, is_by_counts=not is_useless),
         notices=tuple(notices),
     )
+
+
+def _require_answers(journal: Journal, *, played: Played) -> None:
+    """Name the failure where it is why a half has counted nothing."""
+    for which, part in zip(("first", "second"), journal.parts, strict=True):
+        if played.examples and not any(counts_LE.any() for counts_LE in part.counts.values()):
+            kind, example = next(iter(played.examples.items()))
+            do = "see that the server takes such requests, then start again"
+            raise EngineError(f"no request of the {which} half was answered", got=f"{kind} ({example})", do=do)
 
 
 def _failed(played: Played) -> list[Notice]:

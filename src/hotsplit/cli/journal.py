@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +46,8 @@ class Journal:
     """Of the placement that was served; None before it was."""
     parts: list[RunCounts] = field(default_factory=list)
     """Counts of the first and the second half; empty before anything was counted."""
+    num_saved: int = 0
+    """Of `done`, those that the file has too."""
 
     @property
     def is_complete(self) -> bool:
@@ -68,6 +71,7 @@ class Journal:
             "parts": [part.to_json() for part in self.parts],
         }
         write_atomic(self.path, canonical_json(content))
+        self.num_saved = len(self.done)
 
 
 def open_journal(folder: Path, *, arguments: Mapping[str, Any], num_requests: int) -> Journal:
@@ -95,17 +99,31 @@ def open_journal(folder: Path, *, arguments: Mapping[str, Any], num_requests: in
             path=path,
             arguments=arguments,
             num_requests=num_requests,
-            done={int(number) for number in content["done"]},
-            prompt_tokens=int(content["prompt_tokens"]),
-            completion_tokens=int(content["completion_tokens"]),
-            budget_bytes=None if content["budget_bytes"] is None else int(content["budget_bytes"]),
-            parts=[RunCounts.from_json(part) for part in content["parts"]],
+            done={_whole(number) for number in _list(content["done"])},
+            prompt_tokens=_whole(content["prompt_tokens"]),
+            completion_tokens=_whole(content["completion_tokens"]),
+            budget_bytes=None if content["budget_bytes"] is None else _whole(content["budget_bytes"]),
+            parts=[RunCounts.from_json(part) for part in _list(content["parts"])],
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise HotsplitError(f"journal {path}", got=f"damaged content ({error})", do=_DO, path=path) from error
-    if len(journal.parts) not in (0, 2) or not journal.done <= set(range(num_requests)):
+    num_parts = 2 if journal.done or journal.parts else 0
+    if len(journal.parts) != num_parts or not journal.done <= set(range(num_requests)):
         raise HotsplitError(f"journal {path}", got="requests or halves that are not there", do=_DO, path=path)
+    journal.num_saved = len(journal.done)
     return journal
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{str(value)[:40]} where a whole number belongs")
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{type(value).__name__} where a list belongs")
+    return value
 
 
 def _require_same(before: Any, now: Mapping[str, Any], *, path: Path) -> None:
@@ -122,7 +140,8 @@ def _require_same(before: Any, now: Mapping[str, Any], *, path: Path) -> None:
 
 
 def _spell(value: Any) -> str:
-    text = "none" if value is None else canonical_json(value).decode().strip()
+    # Not canonical_json: a file that was edited may have a NaN.
+    text = "none" if value is None else json.dumps(value, sort_keys=True, separators=(",", ":"))
     return text if len(text) <= 160 else f"{text[:157]}..."
 
 

@@ -53,7 +53,10 @@ def find_learned(state_dir: Path, identity: ModelIdentity) -> tuple[Histogram, l
     what = f"learned counts in {folder}"
     if not chains:
         do = "serve the model with hotsplit for a while, or name its state folder with --state-dir"
-        raise HistogramError(what, got=_nearest(files, identity), wanted="those of the reference's model", do=do)
+        # The notices go unsaid where this is raised: a file that is damaged is likely the one that is missed.
+        damaged = [notice.text for notice in notices if notice.name == "learned-damaged"][:1]
+        found = [] if damaged and not files else [_nearest(files, identity)]
+        raise HistogramError(what, got="; ".join(found + damaged), wanted="those of the reference's model", do=do)
     if len(chains) > 1:
         got = " and ".join("+".join(file.path.name for file in chain) for chain in chains)
         raise HistogramError(

@@ -148,13 +148,12 @@ class OpenAIClient:
         """
         for number in range(1, TRIES + 1):
             try:
-                content = self._json(self._call("POST", request.path, json={"model": model, **request.body}))
+                used = self._usage(self._call("POST", request.path, json={"model": model, **request.body}))
             except Failure as failure:
                 wait_s = failure.wait_s if failure.wait_s is not None else _WAITS_S[min(number, len(_WAITS_S)) - 1]
                 if failure.is_final or number == TRIES or enough.wait(min(wait_s, _LONGEST_WAIT_S)):
                     return Answer(failure=failure.kind, detail=failure.detail, tries=number)
             else:
-                used = content.get("usage") or {}
                 return Answer(
                     tries=number,
                     prompt_tokens=_count(used.get("prompt_tokens")),
@@ -186,6 +185,14 @@ class OpenAIClient:
             is_final=status < 500 and status not in _AGAIN,
             wait_s=_seconds(response.headers.get("retry-after")),
         )
+
+    def _usage(self, response: httpx.Response) -> dict[str, Any]:
+        """How many tokens an answer took. A proxy may say with status 200 that there is none."""
+        content = self._json(response)
+        if not isinstance(content.get("choices"), list) or content.get("error"):
+            raise Failure("no completion", detail=_said(response.text))
+        used = content.get("usage")
+        return used if isinstance(used, dict) else {}
 
     @staticmethod
     def _json(response: httpx.Response) -> dict[str, Any]:

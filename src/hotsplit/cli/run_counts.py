@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hotsplit.bank import runs
-from hotsplit.errors import EngineError, HistogramError
+from hotsplit.errors import EngineError, HistogramError, HotsplitError
 from hotsplit.metrics import MetricsSnapshot, Sample, read_snapshot, snapshot_path
 from hotsplit.notices import Notice
 from hotsplit.plan.histogram import PHASES, Histogram, PhaseCounts
@@ -109,7 +109,9 @@ class RunCounts:
         Raises:
             KeyError, TypeError, ValueError: It is not.
         """
-        counts = {phase: np.array(value["counts"][phase], dtype=np.int64) for phase in PHASES}
+        counts = {phase: np.array(value["counts"][phase]) for phase in PHASES}
+        if any(counted.dtype != np.int64 for counted in counts.values()):
+            raise ValueError("counts that are no whole numbers")
         tokens = {phase: int(value["tokens"][phase]) for phase in PHASES}
         layers = tuple(int(layer) for layer in value["layers"])
         shapes = {counted.shape for counted in counts.values()}
@@ -191,7 +193,7 @@ def join_ranks(snapshots: Sequence[MetricsSnapshot]) -> RunCounts:
         snapshots: Of every rank of one run, at least one.
 
     Raises:
-        EngineError: Ranks hold layers that overlap.
+        EngineError: Ranks hold layers that overlap, or do not count the same model.
     """
     by_layers: dict[tuple[int, ...], MetricsSnapshot] = {}
     for snapshot in sorted(snapshots, key=lambda one: one.rank):
@@ -200,14 +202,16 @@ def join_ranks(snapshots: Sequence[MetricsSnapshot]) -> RunCounts:
     layers = tuple(layer for stage, _ in stages for layer in stage)
     if not layers or list(layers) != sorted(set(layers)):
         raise EngineError("the snapshots of the server", got=f"layers {_short(layers)}", wanted="each layer once")
-    return RunCounts(
-        layers=layers,
-        tokens={phase: min(one.tokens.get(phase, 0) for _, one in stages) for phase in PHASES},
-        counts={
+    try:
+        counts = {
             phase: np.array([one.counts[phase][layer] for stage, one in stages for layer in stage], dtype=np.int64)
             for phase in PHASES
-        },
-    )
+        }
+    except (KeyError, ValueError, OverflowError) as error:
+        got = "layers or experts that differ between ranks or phases"
+        raise EngineError("the snapshots of the server", got=got, wanted="those of one model") from error
+    tokens = {phase: min(one.tokens.get(phase, 0) for _, one in stages) for phase in PHASES}
+    return RunCounts(layers=layers, tokens=tokens, counts=counts)
 
 
 def parallel_of(snapshots: Sequence[MetricsSnapshot]) -> tuple[int, int]:
@@ -240,7 +244,8 @@ class CountedRun:
         Raises:
             EngineError: A rank does not answer in time, or there is none.
         """
-        ranks = sorted(int(path.stem.removeprefix("rank")) for path in self.run_dir.glob("rank*.json"))
+        names = (path.stem.removeprefix("rank") for path in self.run_dir.glob("rank*.json"))
+        ranks = sorted(int(name) for name in names if name.isascii() and name.isdigit())
         if not ranks:
             raise EngineError(f"the run in {self.run_dir}", got="no snapshot of any rank")
         word = uuid.uuid4().hex
@@ -283,19 +288,23 @@ def find_run(state_dir: Path, *, shown: Callable[[], Sequence[Sample]], url: str
     if not found:
         got = f"no running server's snapshots in {state_dir / 'runs'}"
         raise EngineError(what, got=got, wanted="one on this host, with its state folder", do=do)
+    folders = ", ".join(run.run_dir.name for run in found)
     fitting, silent = list[CountedRun](), None
     for _ in range(3):  # somebody else's traffic may pass between the two readings
         fitting = []
-        for run in found:
+        for run in tuple(found):
             try:
-                fitting += [run] if _is_shown(run.snapshots(), shown()) else []
-            except EngineError as error:  # a server that hangs is another one, it is hoped
+                snapshots = run.snapshots()
+            except HotsplitError as error:  # one that hangs, or whose folder is closed to us, is another, it is hoped
                 silent = error
+                found.remove(run)  # its silence is not waited for again
+            else:
+                fitting += [run] if _is_shown(snapshots, shown()) else []
         if len(fitting) == 1:
             return fitting[0]
         if silent is not None and not fitting:
             raise silent
-    folders = ", ".join(run.run_dir.name for run in (fitting or found))
+    folders = ", ".join(run.run_dir.name for run in fitting) or folders
     got = f"{'several runs that count' if fitting else 'no run that counts'} what it shows on /metrics ({folders})"
     raise EngineError(what, got=got, wanted="one run", do=do)
 

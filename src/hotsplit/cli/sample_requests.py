@@ -114,9 +114,24 @@ def _request(line: Any, *, where: str, max_tokens: int) -> tuple[str, Mapping[st
         raise TraceError(where, got=json.dumps(content)[:80], wanted=_WANTED)
     body = {name: content[name] for name in _PASSED if content.get(name) is not None}
     body["max_tokens"] = _limit(content, where=where, max_tokens=max_tokens)
-    if "messages" in content:
-        return _CHAT, {"messages": _messages(content["messages"], where=where), **body}
-    return _COMPLETION, {"prompt": _prompt(content, where=where), **body}
+    if type(body.get("min_tokens")) is int:  # else a server refuses what we have cut below it
+        body["min_tokens"] = min(body["min_tokens"], body["max_tokens"])
+    if content.get("messages") is not None:
+        path, body = _CHAT, {"messages": _messages(content["messages"], where=where), **body}
+    else:
+        path, body = _COMPLETION, {"prompt": _prompt(content, where=where), **body}
+    _require_sendable(body, where=where)
+    return path, body
+
+
+def _require_sendable(body: Mapping[str, Any], *, where: str) -> None:
+    """Refuse what Python's reader takes and no request can carry: NaN, halves of a character pair."""
+    try:
+        json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        raise TraceError(where, got="half of a surrogate pair", wanted="text that is Unicode") from error
+    except (ValueError, RecursionError) as error:
+        raise TraceError(where, got=str(error), wanted="JSON as its standard has it") from error
 
 
 def _limit(content: Mapping[str, Any], *, where: str, max_tokens: int) -> int:
@@ -142,7 +157,7 @@ def _messages(value: Any, *, where: str) -> list[Any]:
 
 def _prompt(content: Mapping[str, Any], *, where: str) -> Any:
     """A text, or token ids."""
-    prompt = content.get("prompt", content.get("text"))
+    prompt = content["text"] if content.get("prompt") is None and "text" in content else content.get("prompt")
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return prompt
     if not isinstance(prompt, str):

@@ -1,6 +1,7 @@
 """A server that a command starts for itself: ready when it answers, its log in a file, ended with the command.
 
 It stands in a session of its own: Ctrl-C of a terminal reaches this command alone, which then ends the server in order.
+Where the command is killed and can end nothing any more, the kernel ends the server with it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +21,15 @@ from hotsplit.errors import EngineError, HotsplitError
 STOP_S = 60.0
 """How long it may take to end: it saves, and gives memory back."""
 _LOOK_S = 0.25
+_TIED = """
+import ctypes, os, signal, sys
+prctl = getattr(ctypes.CDLL(None), "prctl", None)
+if prctl is not None:
+    prctl(1, int(signal.SIGTERM), 0, 0, 0)
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+"""Becomes the server once it is tied to its parent (PR_SET_PDEATHSIG), unless that has gone by then."""
 _TAIL_BYTES = 20_000
 _TAIL_LINES = 12
 
@@ -113,12 +124,13 @@ def running_server(
         url: Where it will listen.
 
     Raises:
-        HotsplitError: The log cannot be written, or the program cannot be started.
+        HotsplitError: The log cannot be written, or no process can be started.
     """
     try:
         with log.open("ab") as output:
+            tied = [sys.executable, "-I", "-c", _TIED, str(os.getpid()), *arguments]
             process = subprocess.Popen(  # noqa: S603 - our own interpreter with vLLM's entry point
-                list(arguments), stdout=output, stderr=subprocess.STDOUT, env=dict(environ), start_new_session=True
+                tied, stdout=output, stderr=subprocess.STDOUT, env=dict(environ), start_new_session=True
             )
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
@@ -137,6 +149,19 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+def is_listened_to(host: str, port: int) -> bool:
+    """Whether somebody listens there.
+
+    Args:
+        host: Name or address.
+        port: Its number.
+    """
+    with contextlib.suppress(OSError, UnicodeError), socket.create_connection((host, port), timeout=1.0) as asked:
+        # Where nobody listens, TCP may by chance connect such a socket to itself.
+        return bool(asked.getsockname() != asked.getpeername())
+    return False
+
+
 def is_local(host: str) -> bool:
     """Whether a host's name is one of this host: an address is, if a socket can be bound to it.
 
@@ -145,7 +170,7 @@ def is_local(host: str) -> bool:
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
-    except OSError:
+    except (OSError, UnicodeError):  # the second: a part of the name that is empty or too long
         return False
     for family, kind, protocol, _, address in found:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:

@@ -1,12 +1,12 @@
 """Tables of a TOML file, believed key by key: every refusal names the file and the key, and the nearest known one.
 
->>> table = Table({"tp": 4, "gpu": 8}, what="recipe x.toml", where="parallel")
+>>> table = Table({"tp": 4, "tpp": 8}, what="recipe x.toml", where="parallel")
 >>> table.integer("tp")
 4
 >>> table.close()
 Traceback (most recent call last):
     ...
-hotsplit.errors.ConfigError: recipe x.toml, parallel.gpu: got an unknown key; did you mean tp?
+hotsplit.errors.ConfigError: recipe x.toml, parallel.tpp: got an unknown key; did you mean tp?
 """
 
 from __future__ import annotations

@@ -76,6 +76,10 @@ class NativeExperts:
         self._seen[row] = (tensors, found)
         return found
 
+    def forget(self) -> None:
+        """Let go of the rows that were seen: their memory stays for as long as anyone holds a tensor of it."""
+        self._seen.clear()
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FastMath(ExpertMath):

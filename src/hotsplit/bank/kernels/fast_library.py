@@ -9,6 +9,7 @@ Shapes: T tokens, N pairs (token, expert), D model dim.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -93,15 +94,25 @@ def load() -> Library | None:
     return None
 
 
-@cache
 def parallel_function() -> int:
-    """Address of the GOMP_parallel that torch's own OpenMP has; 0 where torch runs on something else."""
+    """Address of the GOMP_parallel that torch's own OpenMP has; 0 where torch runs on something else.
+
+    0 also in a process that was forked from one that has computed: threads do not follow, and libgomp would wait for them.
+    """
+    process, address = _parallel()
+    return address if process == os.getpid() else 0
+
+
+@cache
+def _parallel() -> tuple[int, int]:
+    """The process that asked first, and the address."""
     import torch  # noqa: F401 - brings its OpenMP into the process
 
     try:
-        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value or 0
+        address = ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value or 0
     except AttributeError:
-        return 0
+        address = 0
+    return os.getpid(), address
 
 
 def _library(found: Any) -> Library:

@@ -10,7 +10,6 @@ Shapes: T tokens, C inputs, O outputs.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -23,7 +22,8 @@ MOST_ROWS: Final = 16
 _PROVEN_OUTPUTS: Final = 1024
 """Of a layer, spread over all of it: in float64 the last projection of a large model would take gigabytes."""
 
-Forward = Callable[[torch.Tensor], torch.Tensor]
+_PLAIN: Final = (torch.nn.Parameter, torch.Tensor)
+"""A subclass may have its numbers elsewhere."""
 
 
 class NativeLinear:
@@ -49,23 +49,37 @@ class NativeLinear:
         self._row_bytes = library.input_bytes(self._reference, 0)
         self._is_direct = self._row_bytes == inputs * dtype.itemsize
 
-    def takes(self, tokens: torch.Tensor, *, weight: torch.Tensor) -> bool:
+    def takes(self, tokens: torch.Tensor, *, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
         """Whether this call is one for the native code.
 
         Args:
             tokens: [..., C].
-            weight: As it is now: a model may have been cast or moved since it was loaded.
+            weight: As it is now: a model may have been cast, moved, cut or quantized since it was loaded.
+            bias: The same; None for none.
         """
         return (
             0 < tokens.numel() <= MOST_ROWS * self._inputs
-            and tokens.dtype == self._dtype == weight.dtype
+            and type(tokens) is torch.Tensor
+            and tokens.dtype == self._dtype
             and tokens.is_cpu
-            and weight.is_cpu
-            and weight.is_contiguous()
-            and tokens.shape[-1] == self._inputs
-            and not (torch.is_grad_enabled() and (tokens.requires_grad or weight.requires_grad))
+            and tokens.shape[-1:] == (self._inputs,)
+            and self._reads(weight, shape=(self._outputs, self._inputs))
+            and (bias is None or self._reads(bias, shape=(self._outputs,)))
+            and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (tokens, weight, bias)))
             and not torch.is_autocast_enabled("cpu")
             and not torch.compiler.is_compiling()
+            # A traced graph would have the numbers of this one call.
+            and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        )
+
+    def _reads(self, values: torch.Tensor, *, shape: tuple[int, ...]) -> bool:
+        """Whether values lie as the native code reads them: it looks at nothing but an address."""
+        return (
+            type(values) in _PLAIN
+            and values.shape == shape
+            and values.dtype == self._dtype
+            and values.is_cpu
+            and values.is_contiguous()
         )
 
     def __call__(self, tokens: torch.Tensor, *, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

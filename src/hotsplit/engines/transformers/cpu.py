@@ -120,6 +120,7 @@ def teach(loaded: Any, *, banks: Banks, source: CheckpointSource, strict: bool =
         hooks.attach(module, banks=banks, layer_id=layer_id, dtype=dtype)
     if native is None:
         return []
+    banks.on_close += native.on_close
     notices = native.notices(num_layers=len(source.layers))
     enforce(notices, strict=strict, error=ConfigError)
     dense = use_native_linears(loaded, library=native.library)
@@ -138,6 +139,8 @@ class _Native:
     def __init__(self, library: fast_library.Library) -> None:
         self.library = library
         """Its native code."""
+        self.on_close: list[Callable[[], None]] = []
+        """What must be done then, so that the rows' memory can go."""
         self._shares: dict[tuple[type, bytes], float] = {}
         self._reasons: dict[str, list[str]] = {}
 
@@ -145,6 +148,7 @@ class _Native:
         """A layer's mathematics with the native code, proven; or as they were, with a reason."""
         try:
             native = native_experts(module, stored=stored, library=self.library)
+            self.on_close.append(native.forget)
             fast = with_native(math, native=native)
             key = (type(module), bytes(native.form))
             if key not in self._shares:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, SupportsIndex
 
 import torch
 
@@ -30,10 +30,20 @@ class FastLinear(torch.nn.Linear):
         Args:
             input: Tokens, [..., inputs].
         """
-        native: NativeLinear = getattr(self, _NATIVE)
-        if native.takes(input, weight=self.weight):
+        native: NativeLinear | None = self.__dict__.get(_NATIVE)
+        if native is not None and native.takes(input, weight=self.weight, bias=self.bias):
             return native(input, weight=self.weight, bias=self.bias)
-        return super().forward(input)
+        # Not super(): who has wrapped this method may call it when the class has been given back.
+        return torch.nn.Linear.forward(self, input)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        """A copy, or what a pickle brings back, is torch's own layer: native code is this process's.
+
+        Args:
+            protocol: Of the pickle.
+        """
+        state = {name: value for name, value in self.__dict__.items() if name != _NATIVE}
+        return object.__new__, (torch.nn.Linear,), state
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,7 +60,9 @@ class FastDense:
     def close(self) -> None:
         """Give every layer its own class back; twice is harmless."""
         for layer in self.layers:
-            layer.__class__ = torch.nn.Linear
+            kind: type = type(layer)
+            if kind is FastLinear:  # else another library has given it one since
+                layer.__class__ = torch.nn.Linear
             layer.__dict__.pop(_NATIVE, None)
         self.layers = []
 

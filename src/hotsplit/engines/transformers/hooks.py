@@ -58,7 +58,7 @@ def experts_forward(
         raise EngineError(
             f"{type(module).__name__}", got="no hotsplit banks", do="load the model with hotsplit.load(...)"
         )
-    if hidden_states.requires_grad and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
         raise EngineError("hotsplit models only infer", got="a forward that wants gradients", do="use torch.no_grad()")
     banks, layer_id, dtype = attached
     if hidden_states.device != banks.device:

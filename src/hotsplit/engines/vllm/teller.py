@@ -14,6 +14,7 @@ from hotsplit.bank import runs
 from hotsplit.bank.range_banks import RangeBanks
 from hotsplit.bank.record import Record
 from hotsplit.errors import HotsplitError
+from hotsplit.metrics import write_snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,10 @@ class Teller:
                 self._enter_thread()
             if not self._banks.settle(word):
                 return
-            self._tell()
+            with self._banks.lock:
+                snapshot = self._record.snapshot()
+            write_snapshot(snapshot, run_dir)  # not Record.write, which lets a failure pass: an old file is no answer
+            self._told_steps = snapshot.steps
             runs.tell(run_dir, rank=self._record.facts.rank, word=word)
         except (HotsplitError, RuntimeError) as error:
             logger.warning("hotsplit: a snapshot that was asked for cannot be written: %s", error)

@@ -79,6 +79,7 @@ static const struct path portable = {
 };
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 
 /* ---- AVX2, FMA and F16C: eight lanes */
@@ -252,13 +253,30 @@ static const struct path avx512_bf16 = {
 
 enum { MOST_PATHS = 4 };
 
+#if defined(__x86_64__)
+/* Asked of the processor itself: to the builtin of an older clang (15, say) "f16c" is an error, and the whole library would
+ * stay unbuilt. Asked once, since a virtual machine takes its time to answer. That the system keeps the registers "avx2"
+ * says. Source: llvm/llvm-project pull request 78384. */
+static int has_f16c(void) {
+    enum { UNKNOWN, NO, YES };
+    static int answer; /* any thread that finds out finds the same */
+    int known = __atomic_load_n(&answer, __ATOMIC_RELAXED);
+    if (known == UNKNOWN) {
+        unsigned a, b, c, d;
+        known = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) ? YES : NO;
+        __atomic_store_n(&answer, known, __ATOMIC_RELAXED);
+    }
+    return known == YES;
+}
+#endif
+
 /* The paths that this processor can take, worst first. */
 static int64_t paths_of_processor(const struct path *found[MOST_PATHS]) {
     int64_t count = 0;
     found[count++] = &portable;
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) {
         found[count++] = &avx2;
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {

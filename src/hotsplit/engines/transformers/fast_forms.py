@@ -11,7 +11,7 @@ Shapes: T tokens, K top-k, E experts, D model dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,7 +24,7 @@ from hotsplit.bank.kernels.fast_library import ACTIVATIONS, KINDS, Form, Library
 from hotsplit.bank.kernels.reference import FP8
 from hotsplit.bank.source import RowLayout, RowTensor
 from hotsplit.engines.transformers.index import SCALE, Conversion, ExpertsLayer
-from hotsplit.engines.transformers.mathematics import Prepare, stock_forward
+from hotsplit.engines.transformers.mathematics import HotRows, Prepare, stock_forward
 from hotsplit.engines.transformers.row_forms import Gate, read_gate
 from hotsplit.errors import UnsupportedEngineError
 
@@ -206,7 +206,7 @@ def _share(
     bound: torch.Tensor,
 ) -> float:
     tokens, ids, weights = trial
-    bank = _HotRows(rows)
+    bank = HotRows(rows)
     found = fast(tokens, topk_ids=ids, topk_weights=weights, row_ids=ids, bank=bank, math=math)
     return float(((found.double() - truth).abs() / bound).nan_to_num(nan=float("inf")).max())
 
@@ -238,25 +238,6 @@ def _tamed_trial(fields: list[Fields], *, gate: Gate, dtype: torch.dtype) -> tup
             break
         tokens = tokens / 2
     return tokens, weights
-
-
-class _HotRows:
-    """Rows in hand, all of them hot: row number = expert id (a LayerBank)."""
-
-    def __init__(self, rows: Mapping[int, Tensors]) -> None:
-        self._rows = rows
-
-    def is_hot(self, row: int) -> bool:
-        return True
-
-    def tensors(self, row: int) -> Tensors:
-        return self._rows[row]
-
-    def ask(self, rows: Iterable[int]) -> None:
-        """Nothing is cold."""
-
-    def arrivals(self, rows: Iterable[int]) -> Iterator[int]:
-        return iter(rows)
 
 
 def with_native(math: ExpertMath, *, native: NativeExperts) -> FastMath:

@@ -260,7 +260,7 @@ def _run(
         function=function, num_experts=num_experts, accumulate=_accumulate(precision, hidden=hidden.dtype)
     )
     with torch.no_grad():
-        bank = _TrialBank(rows)
+        bank = HotRows(rows)
         return exact(hidden, topk_ids=ids, topk_weights=weights, row_ids=ids, bank=bank, math=math)
 
 
@@ -268,20 +268,27 @@ def _accumulate(precision: Precision, *, hidden: torch.dtype) -> torch.dtype | N
     return hidden if precision.accumulate == "hidden" else precision.accumulate
 
 
-class _TrialBank:
-    """Rows in hand, all of them hot: row number = expert id."""
+class HotRows:
+    """Rows in hand, all of them hot (a LayerBank): row number = expert id.
+
+    Args:
+        rows: By expert.
+    """
 
     def __init__(self, rows: Mapping[int, Tensors]) -> None:
         self._rows = rows
 
     def is_hot(self, row: int) -> bool:
+        """All are."""
         return True
 
     def tensors(self, row: int) -> Tensors:
+        """Of an expert."""
         return self._rows[row]
 
     def ask(self, rows: Iterable[int]) -> None:
         """Nothing is cold."""
 
     def arrivals(self, rows: Iterable[int]) -> Iterator[int]:
+        """As they are."""
         return iter(rows)

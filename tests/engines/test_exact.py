@@ -33,12 +33,25 @@ def test_a_static_model_equals_stock_to_the_bit(checkpoint, expected, load, mode
 
 
 @pytest.mark.parametrize(("model_type", "dtype"), CASES)
-def test_a_dynamic_model_equals_stock_to_the_bit_while_experts_swap(checkpoint, expected, load, model_type, dtype):
+def test_a_dynamic_model_equals_stock_to_the_bit_while_experts_swap(
+    checkpoint, expected, load, model_type, dtype, monkeypatch
+):
     folder = checkpoint(model_type, dtype=dtype)
     model = load(folder, hot=0.5, dyn_steps=3, dyn_margin=1, dyn_half_life=1)
+    router, moved = model.hotsplit.banks.router, []
+    publish = router.publish
+
+    def watched(layer_id, *, expert, row):
+        moved.append(row != router.row_map[layer_id, expert])
+        publish(layer_id, expert=expert, row=row)
+
+    monkeypatch.setattr(router, "publish", watched)
     assert [True] * 3 == all_equal(expected(folder), tiny.play(model))
     assert [True] * 3 == all_equal(expected(folder), tiny.play(model))
-    assert 0 < model.hotsplit.snapshot().swaps_done
+    done = model.hotsplit.snapshot().swaps_done
+    assert done > 0
+    assert 2 * done <= len(moved)  # one comes in, one goes out; the map itself may be back where it began
+    assert all(moved)
 
 
 @pytest.mark.parametrize("hot", [0.0, 0.5])

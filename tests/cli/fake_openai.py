@@ -22,6 +22,7 @@ import numpy as np
 from hotsplit.bank import runs
 from hotsplit.data import tiny_moe_path
 from hotsplit.metrics import MetricsSnapshot, write_snapshot
+from local_server import LocalServer
 
 LAYERS, EXPERTS, TOP_K = (0, 1, 2, 3), 32, 4
 """Of the bundled model."""
@@ -75,7 +76,7 @@ class FakeServer:
         self.is_answering = True
         self._lock, self._ended = threading.Lock(), threading.Event()
         handler = type("Handler", (_Handler,), {"fake": self})
-        self._http = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
+        self._http = LocalServer(("127.0.0.1", port), handler)
         self._http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
         if self.run_dir is not None:
@@ -180,7 +181,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.reply(200, b"<html>")
         else:
             if action == "hang":
-                time.sleep(5)
+                self.fake._ended.wait(60)
             self.close_connection = True
             self.connection.close()
 

@@ -6,10 +6,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from hotsplit.metrics import METRICS, MetricsSnapshot
+from local_server import LocalServer
 
 
 def snapshot(rank: int = 0, *, steps: int = 100, **changes: Any) -> MetricsSnapshot:
@@ -98,7 +99,7 @@ def serving(answers: Answers) -> Iterator[Answers]:
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - its name in the library
             """Say nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = LocalServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = False  # their sockets are closed when the block ends
     # A client that hangs up in the middle of an endless answer is what a test wants.
     server.handle_error = lambda request, client_address: None  # type: ignore[method-assign]

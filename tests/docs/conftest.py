@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
 from hotsplit.cli import vllm_process
 from hotsplit.metrics import METRICS
+from local_server import LocalServer
 
 LABELS = {
     "phase": ("decode", "prefill"),
@@ -56,7 +57,7 @@ def server_url() -> Iterator[str]:
         def log_message(self, *arguments: object) -> None:
             """Say nothing."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with LocalServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"

@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from bank.interrupts import Signals, cut_off
 from bank.toy_source import same, toy_source
+from hotsplit.bank import cold_reads, staging, workers
 from hotsplit.bank.build import build_pointer_rows, place_layers
 from hotsplit.bank.cold_choice import slot_needs
 from hotsplit.bank.cold_reads import ColdRows
 from hotsplit.bank.mapped import MappedFiles
 from hotsplit.bank.pointers import RowsOptions
 from hotsplit.bank.staging import Staging
+from hotsplit.bank.workers import Workers
 from hotsplit.errors import BankError
 
 E, SLOTS = 6, 3
@@ -80,8 +84,8 @@ def interrupt_once(monkeypatch, owner, name, *, before=True):
 
 @pytest.mark.parametrize(
     "place",
-    [(ColdRows, "_hear"), (ColdRows, "_submit"), (ThreadPoolExecutor, "submit"), (Staging, "take"), (Staging, "drop")],
-    ids=lambda place: place[1],
+    [(ColdRows, "_hear"), (ColdRows, "_submit"), (Workers, "do"), (Staging, "take"), (Staging, "drop")],
+    ids=lambda place: f"{place[0].__name__}.{place[1]}",
 )
 @pytest.mark.parametrize("before", [True, False])
 def test_an_interrupt_anywhere_leaves_rows_that_can_be_read(direct, source, monkeypatch, place, before):
@@ -96,12 +100,57 @@ def test_an_interrupt_anywhere_leaves_rows_that_can_be_read(direct, source, monk
 
 def test_interrupts_take_no_slot_away_for_good(direct, source, monkeypatch):
     for _ in range(2 * SLOTS):
-        interrupt_once(monkeypatch, ThreadPoolExecutor, "submit")
+        interrupt_once(monkeypatch, Workers, "do")
         with pytest.raises(KeyboardInterrupt):
             direct.ask(0, [0, 1])
+    read(direct, source, [0, 1])  # what was asked for is read in the end
     before = direct.cold_counts.staged_rows
     read(direct, source, [3, 4, 5])
     assert SLOTS == direct.cold_counts.staged_rows - before
+
+
+def test_an_interrupt_at_any_instruction_leaves_rows_that_can_be_read(direct, source):
+    """Exhaustive in what asks for two rows and takes them; every second time another one hits the next turn."""
+    at, is_inside = 0, True
+    while is_inside:
+        wanted = [at % E, (at + 1 + at % 2) % E]
+        is_inside = cut_off(partial(take, direct, wanted), at=at, modules=[cold_reads, staging, workers])
+        if at % 2:
+            cut_off(partial(take, direct, wanted), at=97 * at % 400, modules=[cold_reads, staging, workers])
+        read(direct, source, wanted)
+        read(direct, source, [(at + 3) % E, (at + 4) % E, at % E])
+        at += 1
+    assert at > 200
+
+
+def test_thousands_of_signals_leave_rows_that_can_be_read(direct, source):
+    with Signals(seed=2) as signals:
+        for turn in range(2500):
+            wanted = [turn % E, (turn + 1 + turn % 3) % E]
+            signals.during(partial(take, direct, wanted), within_s=4e-4)
+            if turn % 5 == 0:
+                read(direct, source, wanted, layer_id=turn % 2)
+    assert signals.num_hits > 1000
+    read(direct, source, [0, 1, 2])
+
+
+def test_a_read_that_an_interrupt_kept_from_the_threads_gets_there_with_the_next_turn(direct, monkeypatch):
+    interrupt_once(monkeypatch, Workers, "do")
+    with pytest.raises(KeyboardInterrupt):
+        direct.ask(0, [0])
+    end = time.monotonic() + 10
+    while direct._cold._reading:  # and keeps its slot so long
+        assert time.monotonic() < end
+        direct.ask(0, [])
+
+
+def test_a_read_that_threads_were_given_twice_is_done_once(direct, source, monkeypatch):
+    done, do, one_read = [], Workers.do, Staging.read
+    monkeypatch.setattr(Workers, "do", lambda self, job: do(self, job) and do(self, job))
+    monkeypatch.setattr(Staging, "read", lambda *arguments: (done.append(1), one_read(*arguments))[1])
+    read(direct, source, [0, 1, 2])
+    direct._cold._workers.close(forget=False)
+    assert 3 == len(done)
 
 
 def test_a_slot_that_an_interrupt_has_lost_is_found_again(direct, source):
@@ -128,15 +177,15 @@ def test_a_signal_ends_the_wait_for_a_row_and_the_row_can_be_had_later(direct, s
 
 
 def test_where_no_thread_can_be_started_the_rows_are_read_all_the_same(direct, source, monkeypatch):
-    def refuse(_):
+    def refuse(*_):
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+        patch.setattr("_thread.start_new_thread", refuse)
         direct.ask(0, [0, 1])
         assert {0, 1} == set(direct.arrivals(0, [0, 1]))
         assert all(same(source.expected[0, row], direct.tensors(0, row)) for row in (0, 1))
-    # What stands in the queue is read by no second thread now that there are some: its slots have other rows.
+    # No thread reads them once more now that there are some: their slots have other rows.
     read(direct, source, [3, 4, 5])
     read(direct, source, [0, 2], layer_id=1)
 
@@ -166,7 +215,7 @@ def test_a_close_that_is_interrupted_lets_everything_go_and_can_be_repeated(sour
     num_files = len(os.listdir("/proc/self/fd"))
     rows = build(source)
     read(rows, source, [0, 1])
-    interrupt_once(monkeypatch, ThreadPoolExecutor, "shutdown")
+    interrupt_once(monkeypatch, Workers, "close")
     with pytest.raises(KeyboardInterrupt):
         rows.close()
     rows.close()

@@ -290,6 +290,17 @@ def test_slots_need_direct_files_for_direct_reads(tmp_path):
     staging.close()
 
 
+def test_at_the_end_of_a_process_slots_are_let_go_without_a_pool_which_python_refuses_by_then(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    rows, _ = build(toy_source(tmp_path, num_experts=E), **WAYS["direct"])
+    rows.ask(0, [1])
+    list(rows.arrivals(0, [1]))
+    monkeypatch.setattr("concurrent.futures.ThreadPoolExecutor.submit", refuse)
+    rows.close()
+
+
 def test_a_file_that_is_cut_short_while_the_model_runs_is_an_error_of_every_way(tmp_path, way, absent):
     source = toy_source(tmp_path, num_experts=E)
     rows, layers = build(source, hot=((0,), (1,)), **way)

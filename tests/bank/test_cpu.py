@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+from functools import partial
 
 import pytest
 
+from bank.interrupts import Signals, cut_off
 from bank.toy_source import same, toy_source
+from hotsplit.bank import cpu, workers
 from hotsplit.bank.build import build_pointer_rows, place_layers
 from hotsplit.bank.cpu import CpuSwapBackend
 from hotsplit.bank.pointers import PointerRows
@@ -99,6 +103,81 @@ def test_a_failed_copy_is_told_by_its_own_event_and_by_no_other(made, monkeypatc
     assert same(source.expected[1, 0], rows.tensors(1, layers[1].spare_row))
 
 
+def copy_of(backend, layers, expert, *, layer_id=0):
+    layer = layers[layer_id]
+    backend.copy("side", layer_id=layer_id, source_row=layer.home_row[expert], target_row=layer.spare_row)
+
+
+def in_time(backend):
+    """Wait for the last copy in a thread: a hang is what is looked for."""
+    thread = threading.Thread(target=wait, args=(backend, backend.record("side")), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive(), "a hang"
+
+
+def test_an_interrupt_at_any_instruction_of_a_copy_leaves_a_thread_that_copies_the_next_one(made):
+    backend, rows, layers, source, _ = made
+    at, is_inside = 0, True
+    while is_inside:
+        is_inside = cut_off(partial(copy_of, backend, layers, 1), at=at, modules=[cpu, workers])
+        copy_of(backend, layers, 3)
+        in_time(backend)
+        assert backend.query(backend.record("side"))
+        assert same(source.expected[0, 3], rows.tensors(0, layers[0].spare_row)), "copies end in their order"
+        at += 1
+    assert at > 20
+
+
+def test_thousands_of_signals_leave_a_thread_that_copies(made):
+    backend, rows, layers, source, _ = made
+
+    def copy_many():
+        for expert in (1, 3) * 50:
+            copy_of(backend, layers, expert)
+            while not backend.query(backend.record("side")):
+                pass
+
+    with Signals(seed=3) as signals:
+        for _ in range(2000):
+            signals.during(copy_many, within_s=3e-4)
+    assert signals.num_hits > 1000
+    copy_of(backend, layers, 3)
+    in_time(backend)
+    assert same(source.expected[0, 3], rows.tensors(0, layers[0].spare_row))
+
+
+def test_where_no_thread_can_be_started_the_caller_copies(made, monkeypatch):
+    backend, rows, layers, source, _ = made
+
+    def refuse(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("_thread.start_new_thread", refuse)
+    copy_of(backend, layers, 1)
+    assert backend.query(backend.record("side"))
+    assert same(source.expected[0, 1], rows.tensors(0, layers[0].spare_row))
+
+
+def test_after_closing_there_are_no_copies_and_those_that_waited_are_told_as_failed(made, monkeypatch):
+    backend, _, layers, _, _ = made
+    go, began, fill = threading.Event(), threading.Event(), PointerRows.fill
+    slow = lambda *args, **kwargs: (began.set(), go.wait(10), fill(*args, **kwargs))[2]  # noqa: E731
+    monkeypatch.setattr(PointerRows, "fill", slow)
+    copy_of(backend, layers, 1)
+    assert began.wait(10)
+    copy_of(backend, layers, 3)
+    waiting = backend.record("side")
+    timer = threading.Timer(0.05, go.set)
+    timer.start()
+    backend.close()
+    timer.join()
+    with pytest.raises(SwapError, match="a copy into a hot row failed: got the banks are closed"):
+        backend.query(waiting)
+    with pytest.raises(BankError, match="the banks are closed"):
+        copy_of(backend, layers, 1)
+
+
 @pytest.mark.parametrize(("stream", "source_row"), [("compute", 3), ("side", 0), ("side", 2)])
 def test_only_home_rows_are_copied_and_only_beside_the_steps(made, stream, source_row):
     with pytest.raises(SwapError, match="wanted a home row"):
@@ -118,6 +197,7 @@ def test_closing_ends_the_thread_and_gives_the_files_back(tmp_path):
     layers = place_layers(HOT, num_experts=4, dynamic=True, inclusive=True)
     rows = build_pointer_rows(source, hot=HOT, layers=layers)
     router = Router(layers, row_bytes=[1, 1])
+    gc.collect()  # what other tests left open
     handles = len(os.listdir("/proc/self/fd"))
     backend = CpuSwapBackend(rows, router=router, files=source.files)
     backend.copy("side", layer_id=0, source_row=layers[0].home_row[1], target_row=layers[0].spare_row)

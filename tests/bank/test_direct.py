@@ -168,13 +168,61 @@ def test_a_failing_disk_is_a_bank_error(file, monkeypatch):
     reader.close()
 
 
-def test_closing_gives_the_handles_back_and_twice_is_harmless(file):
+@pytest.mark.parametrize("uses_cache", [False, True])
+def test_closing_gives_the_handles_back_and_twice_is_harmless(file, uses_cache):
     before = len(os.listdir("/proc/self/fd"))
-    reader = DirectReader([file, file])
-    assert before + 2 == len(os.listdir("/proc/self/fd"))
+    reader = DirectReader([file, file], uses_cache=uses_cache)
+    assert before + (4 if uses_cache else 2) == len(os.listdir("/proc/self/fd"))
     reader.close()
     reader.close()
     assert before == len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize(("uses_cache", "reads"), [(True, False), (False, True)])
+def test_what_the_page_cache_holds_is_taken_from_there_where_that_is_wanted(
+    content, file, monkeypatch, uses_cache, reads
+):
+    file.read_bytes()
+    asked = []
+    monkeypatch.setattr(DirectFiles, "read_some", _noted(DirectFiles.read_some, asked))
+    reader = DirectReader([file], uses_cache=uses_cache)
+    assert content[7 : 7 + 3 * BLOCK] == read(reader, 3 * BLOCK, offset=7)
+    assert reads == bool(asked)
+
+
+@pytest.mark.parametrize("held", [0, 1, BLOCK, 3 * BLOCK - 7])
+def test_what_follows_behind_the_page_caches_part_is_read_from_the_file(content, file, monkeypatch, held):
+    preadv = os.preadv
+
+    def some(handle, buffers, offset, flags=0):
+        if not flags:
+            return preadv(handle, buffers, offset)
+        if offset >= held:
+            raise BlockingIOError
+        return preadv(handle, [buffers[0][: held - offset]], offset)
+
+    monkeypatch.setattr(os, "preadv", some)
+    assert content[: 3 * BLOCK] == read(DirectReader([file], uses_cache=True), 3 * BLOCK)
+
+
+def test_a_kernel_that_does_not_know_the_question_is_asked_for_all_of_it(content, file, monkeypatch):
+    preadv = os.preadv
+
+    def refusing(handle, buffers, offset, flags=0):
+        if flags:
+            raise OSError(errno.EOPNOTSUPP, "not supported")
+        return preadv(handle, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", refusing)
+    assert content[5:99] == read(DirectReader([file], uses_cache=True), 94, offset=5)
+
+
+def _noted(function, log):
+    def noted(*args, **kwargs):
+        log.append(args)
+        return function(*args, **kwargs)
+
+    return noted
 
 
 def aligned(num_bytes):

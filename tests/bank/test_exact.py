@@ -25,8 +25,7 @@ class Bank:
         rows = torch.tensor([expert if expert in self.hot else expert + 10 for expert in range(E)])
         return torch.where((ids >= 0) & (ids < E), rows[ids.clamp(0, E - 1)], ids)
 
-    def is_hot(self, row):
-        return row < 10
+    first_cold = 10
 
     def tensors(self, row):
         self.log.append(("tensors", row % 10))

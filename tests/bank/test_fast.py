@@ -131,8 +131,7 @@ class Bank:
         rows = torch.tensor([expert if expert in self.hot else expert + E for expert in range(E)])
         return torch.where((ids >= 0) & (ids < E), rows[ids.clamp(0, E - 1)], ids)
 
-    def is_hot(self, row):
-        return row < E
+    first_cold = E
 
     def tensors(self, row):
         return self.rows[row % E]
@@ -385,7 +384,36 @@ def test_more_tokens_and_other_types_are_the_exact_kernels():
 def test_addresses_follow_the_mapping_and_not_the_row():
     native = Case().native(PATHS[-1]).native
     first, second = (dict.fromkeys(("up", "down"), torch.zeros(n)) for n in (3, 4))
-    assert native.addresses(7, first) == native.addresses(7, first) != native.addresses(7, second)
+    found = [list(native.cold_addresses(7, tensors)) for tensors in (first, first, second)]
+    assert found[0] == found[1] != found[2]
+    assert [tensors["up"].data_ptr() for tensors in (first, first, second)] == [one[0] for one in found]
+
+
+def test_another_bank_is_served_after_forgetting_and_not_before():
+    case = Case()
+    math, trial = case.native(PATHS[-1]), traffic(Case(), 3)
+    banks = [Bank(dataclasses.replace(case, seed=seed).experts()) for seed in (1, 2)]
+
+    def computed(bank):
+        hidden, ids, weights = trial
+        return fast(hidden, topk_ids=ids, topk_weights=weights, row_ids=ids, bank=bank, math=math)
+
+    first = computed(banks[0])
+    assert torch.equal(first, computed(banks[1]))
+    math.native.forget()
+    assert not torch.equal(first, computed(banks[1]))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("hot", [(), (0, 2), range(E)])
+def test_bits_do_not_depend_on_how_the_work_is_cut(path, hot):
+    """Units are as wide as the number of threads allows: here 32 to 256 inner values, and 64 to 512 outputs."""
+    case = Case(hidden_dim=1100, inner_dim=700)
+    trial = traffic(case, 2)
+    bank = Bank(case.experts(), hot=hot)
+    results = [run(case, trial, bank=bank, path=path, threads=threads) for threads in (1, 2, 3, 8, 16)]
+    assert all(torch.equal(results[0], result) for result in results)
+    assert error_share(case, trial, results[0], rows=bank.rows) < 1
 
 
 def test_rounding_to_float16_is_torchs_on_every_path():

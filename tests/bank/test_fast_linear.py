@@ -49,6 +49,30 @@ def test_results_are_within_the_bound(path, tokens, outputs, inputs, dtype, has_
 
 
 @pytest.mark.parametrize("path", PATHS)
+@settings(max_examples=40)
+@given(
+    tokens=st.integers(1, MOST_ROWS),
+    outputs=st.integers(1, 200),
+    inputs=st.integers(1, 150),
+    weights=st.sampled_from((torch.bfloat16, torch.float16)),
+)
+def test_tokens_of_float32_meet_weights_as_they_are_stored(path, tokens, outputs, inputs, weights):
+    x, _, _ = parts(tokens=tokens, outputs=outputs, inputs=inputs, dtype=torch.float32)
+    _, weight, _ = parts(tokens=tokens, outputs=outputs, inputs=inputs, dtype=weights)
+    sizes = {"outputs": outputs, "inputs": inputs}
+    native = NativeLinear(LIBRARY, **sizes, dtype=weights, token_dtype=torch.float32, path=path)
+    assert native.takes(x, weight=weight, bias=None)
+    assert not native.takes(x.to(weights), weight=weight, bias=None)
+    assert not native.takes(x, weight=weight.float(), bias=None)
+    truth, bound = linear_and_bound(x.double(), weight=weight.double(), bias=None, dtype=torch.float32)
+    found = native(x, weight=weight, bias=None)
+    assert torch.float32 == found.dtype
+    assert ((found.double() - truth).abs() <= bound).all()
+    widened = NativeLinear(LIBRARY, **sizes, dtype=torch.float32, path=path)
+    assert torch.equal(widened(x, weight=weight.float(), bias=None), found)
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_depend_neither_on_threads_nor_on_other_tokens_nor_on_addresses(path, dtype):
     x, weight, bias = parts(tokens=MOST_ROWS, outputs=331, inputs=77, dtype=dtype)

@@ -7,6 +7,7 @@ import mmap
 import os
 import random
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -109,6 +110,44 @@ def test_a_disk_that_cannot_be_read_is_an_error_that_names_file_and_place(path, 
         files.make_present([span(7, 10)])
 
 
+class Unadvised:
+    """A mapping whose kernel takes no advice."""
+
+    def __init__(self, memory, number):
+        self._memory, self._number = memory, number
+        self.asked = []
+
+    def madvise(self, *advice):
+        self.asked.append(advice[0])
+        raise OSError(self._number, os.strerror(self._number))
+
+    def size(self):
+        return self._memory.size()
+
+
+@pytest.fixture(params=[errno.EIO, errno.ENOMEM, errno.EBADF], ids=errno.errorcode.get)
+def unadvised(path, request):
+    files = MappedFiles([path])
+    files._maps = [replace(one, memory=Unadvised(one.memory, request.param)) for one in files._maps]
+    return files
+
+
+def test_advice_that_is_not_taken_is_no_error_and_the_wait_reads(unadvised, content):
+    unadvised.read_ahead([span(7, 10)])
+    assert [mmap.MADV_WILLNEED] == unadvised._maps[0].memory.asked
+    unadvised.make_present([span(777, 50 * PAGE)])
+    assert content[777 : 777 + 50 * PAGE] == bytes_of(unadvised, span(777, 50 * PAGE))
+
+
+def test_what_the_wait_cannot_read_either_is_one_error_that_names_file_and_place(unadvised, monkeypatch):
+    def refuse(name, *_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), name)
+
+    monkeypatch.setattr(mapped, "checked", refuse)
+    with pytest.raises(BankError, match="part.bin: got Input/output error; wanted 10 bytes from byte 7 on"):
+        unadvised.make_present([span(7, 10)])
+
+
 def test_a_kernel_without_the_call_reads_all_the_same(path, content, monkeypatch):
     files = MappedFiles([path])
     monkeypatch.setattr(mapped, "MADV_POPULATE_READ", 999)
@@ -146,6 +185,6 @@ def test_no_more_files_may_be_opened_is_one_clear_error(path, monkeypatch):
     def refuse(*_, **__):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(mapped.mmap, "mmap", refuse)
+    monkeypatch.setattr(mapped, "GuardedMemory", refuse)
     with pytest.raises(BankError, match=r"cannot map .*part.bin: got .*Too many open files.*; .*ulimit -n"):
         MappedFiles([path])

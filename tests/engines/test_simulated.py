@@ -27,7 +27,7 @@ def wait_for_copies(banks):
 
     def wait(event):
         if event is not None:
-            event.exception()
+            event.result()
         return query(event)
 
     banks._swaps.query = wait

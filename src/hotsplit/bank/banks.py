@@ -260,11 +260,14 @@ class Banks:
 
         Returns:
             Outputs, [T, D].
+
+        Raises:
+            BankError: A cold row could not be read.
         """
         is_padding = self._mask.of(topk_ids.shape[0])
         row_ids = self.router.route(layer_id, topk_ids, is_padding=is_padding, phase=self._phase, step=self._step)
         bank = _LayerView(self.rows, layer_id=layer_id)
-        return self._kernel(
+        output = self._kernel(
             hidden_states,
             topk_ids=topk_ids,
             topk_weights=topk_weights,
@@ -272,6 +275,8 @@ class Banks:
             bank=bank,
             math=self._maths[layer_id],
         )
+        self.rows.guard.require_whole()  # else zeros were computed with
+        return output
 
     def abandon_step(self) -> None:
         """Forget the step under way: it broke off, and half a step's counts would fit nothing."""
@@ -308,9 +313,7 @@ class _LayerView:
 
     def __init__(self, rows: PointerRows, *, layer_id: int) -> None:
         self._rows, self._layer_id = rows, layer_id
-
-    def is_hot(self, row: int) -> bool:
-        return self._rows.is_hot(self._layer_id, row)
+        self.first_cold = rows.first_cold(layer_id)
 
     def tensors(self, row: int) -> Tensors:
         return self._rows.tensors(self._layer_id, row)

@@ -64,7 +64,7 @@ def build_pointer_rows(
     rows = PointerRows(source, layers=layers, options=options)
     done, heartbeat = 0, Heartbeat("reading hot experts")
     try:
-        with contextlib.closing(DirectReader(source.files)) as reader:
+        with contextlib.closing(DirectReader(source.files, uses_cache=True)) as reader:
             for layer_id, experts in enumerate(hot):
                 for row, expert in enumerate(experts):
                     rows.fill(layer_id, expert=expert, row=row, reader=reader)

@@ -18,11 +18,10 @@ handing a row over costs more than it saves.
 
 from __future__ import annotations
 
+import itertools
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -32,7 +31,8 @@ import torch
 from hotsplit.bank.mapped import MappedFiles
 from hotsplit.bank.source import ExpertSource, Span
 from hotsplit.bank.staged_row import StagedRow, file_ranges, joined, spans_of, stage
-from hotsplit.bank.staging import Key, Slot, Staging
+from hotsplit.bank.staging import Gathered, Key, Slot, Staging
+from hotsplit.bank.workers import Workers, banks_closed
 from hotsplit.errors import BankError, HotsplitError
 
 RowTensors = Mapping[str, torch.Tensor]
@@ -81,10 +81,10 @@ class ColdRows:
         self._ranges: dict[Key, list[Span]] = {}
         self._layouts: dict[Key, StagedRow] = {}
         self._views: dict[Key, RowTensors] = {}
-        self._gathered: list[weakref.ref[_Gathered]] = []  # this turn's
+        self._gathered: list[weakref.ref[Gathered]] = []  # this turn's
         self._turn = 0
         self._present: set[Key] = set()  # in the page cache, this turn
-        self._reading: dict[Key, Slot] = {}
+        self._reading: dict[Key, _Read] = {}
         self._failed: dict[Key, HotsplitError] = {}
         self._is_closed = False
         self.counts = ColdCounts()
@@ -99,8 +99,11 @@ class ColdRows:
             experts: Cold ones that will be wanted.
         """
         self._require_usable()
+        self._files.guard.begin()
         self._turn += 1
         self._collect()
+        if self._reading:
+            self._hand_over(self._reading.values())
         self._present.clear()
         self._failed.clear()
         self._forget_gathered()
@@ -160,8 +163,7 @@ class ColdRows:
         """Finish the reads under way, forget the others, let threads, memory and files go; twice is harmless."""
         self._is_closed = True
         try:
-            if self._pid == os.getpid():
-                self._pool.shutdown(wait=True, cancel_futures=True)
+            self._workers.close()
         finally:
             self._answers.close()
             self._views.clear()
@@ -170,18 +172,18 @@ class ColdRows:
             self._files.close()
 
     def _start(self) -> None:
-        self._pid = os.getpid()
-        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="hotsplit-cold")
+        self._workers = Workers(self._threads, name="hotsplit-cold")
         self._answers = _Answers()
+        self._pid = os.getpid()
 
     def _require_usable(self) -> None:
         if self._is_closed:
-            raise _closed()
+            raise banks_closed()
         if self._pid != os.getpid():  # threads do not follow into a forked process
-            self._start()
             self._reading.clear()
             if self._staging:
                 self._staging.drop_unfinished()
+            self._start()
 
     def _begin(self, key: Key) -> None:
         if key in self._reading or key in self._present:
@@ -214,25 +216,26 @@ class ColdRows:
     def _put_together(self, staging: Staging, slot: Slot, key: Key) -> None:
         """Copy a row from the page cache into a slot; in a reading thread."""
         ranges = self._ranges_of(key)
+        reading = self._files.guard.reading(ranges)
         if not self._files.is_present(ranges):
             self._files.make_present(ranges)
         spans = self._source.spans(*key)
         pieces = [(self._files.content(span).data_ptr(), span.row_offset, span.num_bytes) for span in spans]
         staging.copy(slot, pieces, layout=self._source.layouts[key[0]])
+        reading.require_whole()
 
     def _submit(self, key: Key, read: Callable[[], None], *, slot: Slot) -> None:
-        job = _Read(key, read, answers=self._answers)
-        try:
-            self._reading[key] = slot
-            self._pool.submit(job)
-        except RuntimeError:  # no thread is to be had, or all of them are closed
-            if self._is_closed:
-                raise _closed() from None
-            job()
-        except BaseException:
-            if job.claim():  # else a thread is at it, and will answer
-                self._reading.pop(key, None)
-            raise
+        self._reading[key] = job = _Read(key, read, slot=slot, answers=self._answers)
+        self._hand_over([job])
+
+    def _hand_over(self, reads: Iterable[_Read]) -> None:
+        """Give reads to the threads; once more where an interrupt has left open whether they have it."""
+        for job in reads:
+            if job.is_handed_over:
+                continue
+            if not self._workers.do(job):  # no thread is to be had
+                self._answers.tell(job.key, job.outcome())
+            job.is_handed_over = True
 
     def _is_there(self, key: Key) -> bool:
         """Whether a row can be handed out now.
@@ -264,11 +267,12 @@ class ColdRows:
         """Wait for a row that read_ahead() has begun, or that nobody has asked for."""
         self._files.await_present(self._ranges_of(key))
         if self._is_closed:  # by another thread
-            raise _closed()
+            raise banks_closed()
         self._present.add(key)
 
     def _wait(self) -> None:
         """Hear of one read or more that have ended."""
+        self._hand_over(self._reading.values())
         self._answers.wait()
         self._collect()
 
@@ -280,14 +284,14 @@ class ColdRows:
 
     def _hear(self, key: Key, failure: HotsplitError | None) -> None:
         """Take in how a read ended; done once more after an interrupt it changes nothing."""
-        slot = self._reading.get(key)
-        if slot is None:
+        job = self._reading.get(key)
+        if job is None:
             return
         if failure is not None:
             self._failed[key] = failure
             if self._staging:
                 self._staging.drop(key)
-        slot.is_reading = False
+        job.slot.is_reading = False
         del self._reading[key]
 
     def _ranges_of(self, key: Key) -> list[Span]:
@@ -316,7 +320,7 @@ class ColdRows:
         if not is_gathered:
             self._views[key] = tensors
             return tensors
-        gathered = _Gathered(tensors)
+        gathered = Gathered(tensors)
         self._gathered.append(weakref.ref(gathered))
         return gathered
 
@@ -326,12 +330,6 @@ class ColdRows:
             if (tensors := one()) is not None:
                 tensors.clear()
         self._gathered.clear()
-
-
-class _Gathered(dict[str, torch.Tensor]):
-    """Copies of a row's tensors, good for one turn."""
-
-    __slots__ = ("__weakref__",)
 
 
 class _Answers:
@@ -351,7 +349,7 @@ class _Answers:
         while not self._ended:
             if self._is_closed:
                 self._bell.put(None)  # for whoever else waits
-                raise _closed()
+                raise banks_closed()
             self._bell.get()
 
     def all(self) -> list[tuple[Key, HotsplitError | None]]:
@@ -369,29 +367,31 @@ class _Answers:
 
 
 class _Read:
-    """One read, done by whoever claims it first: a reading thread, or the stepping one where there is none."""
+    """One read into a slot, done by the thread that comes first where it was handed over twice."""
 
-    def __init__(self, key: Key, read: Callable[[], None], *, answers: _Answers) -> None:
-        self._key, self._read, self._answers = key, read, answers
-        self._claimed = threading.Lock()
+    __slots__ = ("_answers", "_num_comers", "_read", "is_handed_over", "key", "slot")
 
-    def claim(self) -> bool:
-        return self._claimed.acquire(blocking=False)
+    def __init__(self, key: Key, read: Callable[[], None], *, slot: Slot, answers: _Answers) -> None:
+        self.key, self._read, self.slot, self._answers = key, read, slot, answers
+        self._num_comers = itertools.count()
+        self.is_handed_over = False
+        """Whether that is sure."""
 
     def __call__(self) -> None:
-        """Read, and tell how it ended, whatever happens."""
-        if not self.claim():
-            return
-        failure: HotsplitError | None = None
+        """Read, and tell how it ended, whatever happens; in a reading thread."""
+        if next(self._num_comers) == 0:
+            self._answers.tell(self.key, self.outcome())
+
+    def outcome(self) -> HotsplitError | None:
+        """Read; what that failed with."""
         try:
             self._read()
         except HotsplitError as error:
-            failure = error
+            return error
+        except KeyboardInterrupt:
+            raise  # of the thread that computes, where it reads by itself
         except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits for the row
-            failure = BankError(f"layer {self._key[0]}, expert {self._key[1]}", got=f"{type(error).__name__}: {error}")
+            failure = BankError(f"layer {self.key[0]}, expert {self.key[1]}", got=f"{type(error).__name__}: {error}")
             failure.__cause__ = error
-        self._answers.tell(self._key, failure)
-
-
-def _closed() -> BankError:
-    return BankError("the banks are closed", do="load the model again")
+            return failure
+        return None

@@ -2,23 +2,24 @@
 
 The compute stream is the calling thread itself: what was enqueued there has run by the time the call returns, so its
 events are born done and waiting for them costs nothing. The side stream is one worker thread that reads rows from the
-files into the arena; its events are the futures of its jobs.
+files into the arena; its events are its jobs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from hotsplit.bank.direct import DirectReader
 from hotsplit.bank.pointers import PointerRows
 from hotsplit.bank.route import Router
 from hotsplit.bank.swap import Stream, WaitName
+from hotsplit.bank.workers import Job, Workers
 from hotsplit.errors import BankError, SwapError
 from hotsplit.host.threads import stay_behind
 
-_Event = Future[None] | None
+_Event = Job[None] | None
 """The last job of the side stream when the event was recorded; None on the compute stream: always done."""
 
 
@@ -34,8 +35,8 @@ class CpuSwapBackend:
     def __init__(self, rows: PointerRows, *, router: Router, files: Sequence[Path]) -> None:
         self._rows = rows
         self._router = router
-        self._reader = DirectReader(files)
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="hotsplit-side", initializer=stay_behind)
+        self._reader = DirectReader(files, uses_cache=True)
+        self._worker = Workers(1, name="hotsplit-side", prepare=stay_behind)
         self._last: _Event = None
         self.copied_bytes = 0
         """Bytes that finished copies have read; written by the worker alone."""
@@ -71,9 +72,9 @@ class CpuSwapBackend:
         Raises:
             SwapError: The copy before it failed.
         """
-        if event is None or not event.done():
+        if event is None or not event.is_done:
             return event is None
-        failure = event.exception()
+        failure = event.failure
         if failure is not None:
             raise SwapError("a copy into a hot row failed", got=str(failure)) from failure
         return True
@@ -89,11 +90,15 @@ class CpuSwapBackend:
 
         Raises:
             SwapError: The source is no home row: nothing is ever written back here.
+            BankError: The thread is closed.
         """
         if stream == "compute" or self._rows.is_hot(layer_id, source_row):
             raise SwapError(f"layer {layer_id}", got=f"a copy of row {source_row} on {stream}", wanted="a home row")
         expert = self._rows.expert_at(layer_id, source_row)
-        self._last = self._worker.submit(self._fill, layer_id, expert, target_row)
+        job = Job(partial(self._fill, layer_id, expert, target_row))
+        if not self._worker.do(job):  # no thread is to be had
+            job()
+        self._last = job
 
     def publish(self, layer_id: int, *, expert: int, row: int) -> None:
         """Write one entry of the row map.
@@ -108,7 +113,7 @@ class CpuSwapBackend:
     def close(self) -> None:
         """Finish the copy under way, forget the queued ones, and let the thread and the files go."""
         try:
-            self._worker.shutdown(wait=True, cancel_futures=True)
+            self._worker.close()
         finally:
             self._reader.close()
 

@@ -6,6 +6,8 @@ made present first, by a call that fails instead:
     is_present     mincore, and the file's size: is every page in the page cache? 4 us for 3 MB
     make_present   read ahead exactly these pages, then MADV_POPULATE_READ: waits for them, and tells of errors
 
+What goes between that and its use is map_guard.py's.
+
 Read-ahead of the kernel's own, as a touch or a populate alone would cause it, reads four to six times as much as was asked
 for. Source: benchmarks/results/cold_path.json.
 """
@@ -23,7 +25,9 @@ from pathlib import Path
 
 import torch
 
+from hotsplit.bank import guard_library
 from hotsplit.bank.direct import what_to_do
+from hotsplit.bank.map_guard import GuardedMap, GuardedMemory, MapGuard
 from hotsplit.bank.source import Span
 from hotsplit.errors import BankError
 from hotsplit.host.libc import MADV_POPULATE_READ, checked
@@ -38,7 +42,7 @@ class _Mapping:
 
     path: Path
     """Of the file."""
-    memory: mmap.mmap
+    memory: GuardedMemory
     """Keeps it mapped, and the file open."""
     content: torch.Tensor
     """Its bytes, [n], uint8."""
@@ -60,6 +64,8 @@ class MappedFiles:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._maps = [_map_file(path) for path in files]
+        self.guard = MapGuard([_guarded(one) for one in self._maps])
+        """What tells whether the bytes that were read of them were theirs."""
 
     def content(self, span: Span) -> torch.Tensor:
         """The bytes of a span, [n], uint8, in place.
@@ -114,6 +120,8 @@ class MappedFiles:
     def read_ahead(self, spans: Sequence[Span]) -> None:
         """Have the kernel read spans, nothing around them, without waiting.
 
+        It is advice: where the kernel takes none, await_present() reads, or tells what is wrong.
+
         Args:
             spans: Which.
         """
@@ -121,7 +129,10 @@ class MappedFiles:
             start, length = _pages(span)
             mapping = self._map_of(span)
             for at in range(start, min(start + length, mapping.content.numel()), _AHEAD_BYTES):
-                mapping.memory.madvise(mmap.MADV_WILLNEED, at, min(_AHEAD_BYTES, start + length - at))
+                try:
+                    mapping.memory.madvise(mmap.MADV_WILLNEED, at, min(_AHEAD_BYTES, start + length - at))
+                except OSError:  # of a disk that fails, or memory that is short
+                    return
 
     def drop(self) -> None:
         """Let go of every mapped page, so that the page cache may give them up."""
@@ -131,9 +142,11 @@ class MappedFiles:
     def close(self) -> None:
         """Forget the mappings; each goes when the last view of it does."""
         self._maps = []
+        self.guard.close()
 
     def _map_of(self, span: Span) -> _Mapping:
         try:
+            self.guard.use(span.file)
             return self._maps[span.file]
         except IndexError:  # another thread has closed them
             raise BankError("the banks are closed", do="load the model again") from None
@@ -183,7 +196,7 @@ def _pages(span: Span) -> tuple[int, int]:
 def _map_file(path: Path) -> _Mapping:
     try:
         with open(path, "rb") as file:
-            memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            memory = GuardedMemory(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
             is_ours = os.fstat(file.fileno()).st_uid == os.geteuid() or os.access(path, os.W_OK)
     except (OSError, ValueError) as error:
         raise BankError(f"cannot map {path}", got=str(error), do=what_to_do(error)) from error
@@ -192,6 +205,11 @@ def _map_file(path: Path) -> _Mapping:
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         content = torch.frombuffer(memory, dtype=torch.uint8)
     return _Mapping(path=path, memory=memory, content=content, address=content.data_ptr(), tells_presence=is_ours)
+
+
+def _guarded(mapping: _Mapping) -> GuardedMap:
+    number = mapping.memory.watch(guard_library.load(), address=mapping.address)
+    return GuardedMap(path=mapping.path, memory=mapping.memory, number=number)
 
 
 def _size_now(mapping: _Mapping) -> int:

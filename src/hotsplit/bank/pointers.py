@@ -73,6 +73,8 @@ class PointerRows:
         self._arena = Arena(self._starts[-1], placement=options.placement)
         self._marks = [_mark(path) for path in source.files]
         files = MappedFiles(source.files)
+        self.guard = files.guard
+        """What tells, after cold rows were used, whether their bytes were the files'."""
         self._staging = _staging(source, options=options)
         self._cold = ColdRows(
             source, files=files, staging=self._staging, is_direct=options.is_direct, threads=options.threads
@@ -127,6 +129,14 @@ class PointerRows:
             row: Row number.
         """
         return row < self._layers[layer_id].first_cold
+
+    def first_cold(self, layer_id: int) -> int:
+        """The lowest cold row of a layer.
+
+        Args:
+            layer_id: Ordinal among MoE layers.
+        """
+        return self._layers[layer_id].first_cold
 
     def ask(self, layer_id: int, rows: Iterable[int]) -> None:
         """Start reading cold rows: exactly their ranges, nothing around them, without waiting.

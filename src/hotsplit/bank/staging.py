@@ -164,7 +164,7 @@ class Staging:
         self._slots.clear()
         self._free.clear()
         self._all.clear()
-        self._memory = _memory(0)
+        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
         self._content = torch.empty(0, dtype=torch.uint8)
         if self._files is not None:
             self._files.close()
@@ -178,3 +178,9 @@ def _memory(num_bytes: int) -> mmap.mmap:
         return memory
     except (OSError, OverflowError) as error:
         raise BankError("slots for cold rows", got=str(error), wanted=f"{size} bytes") from error
+
+
+class Gathered(dict[str, torch.Tensor]):
+    """Tensors of a row that was put together without a slot: copies, good for one turn."""
+
+    __slots__ = ("__weakref__",)

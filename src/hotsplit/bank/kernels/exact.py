@@ -26,8 +26,9 @@ _MAX_PENDING_BYTES = 64 << 20
 class LayerBank(Protocol):
     """The rows of one layer, as the kernel sees them."""
 
-    def is_hot(self, row: int) -> bool:
-        """Whether the row lies in fast memory."""
+    @property
+    def first_cold(self) -> int:
+        """The lowest cold row: those below it lie in fast memory, each at one place."""
 
     def tensors(self, row: int) -> Tensors:
         """The tensors of a row; waits until they are there. The same mapping always means the same addresses."""
@@ -107,7 +108,7 @@ def _order(pairs: Mapping[int, _Pairs], *, bank: LayerBank, hot_first: bool) -> 
 
     Where outputs must not pile up, all in ascending order instead.
     """
-    cold = {mine.row: expert for expert, mine in pairs.items() if not bank.is_hot(mine.row)}
+    cold = {mine.row: expert for expert, mine in pairs.items() if mine.row >= bank.first_cold}
     bank.ask(list(cold))
     if not hot_first:
         yield from pairs

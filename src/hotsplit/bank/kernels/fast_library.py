@@ -3,7 +3,7 @@
 It is no extension module of one Python: it knows nothing of Python at all, so that one build serves every version and
 a compiler is all that a build needs. Where there was none the library is missing, and load() says so.
 
-Shapes: T tokens, N pairs (token, expert), D model dim.
+Shapes: T tokens, K top-k, D model dim.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any, Final
 
 _NAME: Final = "_experts"
-_ABI: Final = 2
+_ABI: Final = 3
 """Of native/experts.h; a library that was built from other sources is not used."""
 ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 """In the order of native/experts.h."""
 KINDS: Final = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 """The same for the kinds of numbers, by the names that torch gives them."""
 EXPERT_FIELDS: Final = ("up", "up_scale", "up_bias", "down", "down_scale", "down_bias")
-"""The addresses of one expert, in its order; behind them come first pair and number of pairs."""
+"""The addresses of one expert, in its order."""
 
 
 class Matrix(ctypes.Structure):
@@ -63,20 +63,56 @@ class Form(ctypes.Structure):
     )
 
 
+class Step(ctypes.Structure):
+    """One layer's call."""
+
+    _fields_ = (
+        ("form", ctypes.POINTER(Form)),
+        ("ids", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("hidden", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("weight_kind", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int64),
+        ("top_k", ctypes.c_int64),
+        ("num_experts", ctypes.c_int64),
+        ("first_cold", ctypes.c_int64),
+        ("addresses", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("num_threads", ctypes.c_int64),
+        ("parallel", ctypes.c_void_p),
+        ("num_pairs", ctypes.c_int64),
+        ("num_hot", ctypes.c_int64),
+        ("num_cold", ctypes.c_int64),
+        ("num_unknown", ctypes.c_int64),
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Library:
     """The native functions, by what they do; native/experts.c has their arguments."""
 
     tokens: Callable[..., None]
     """Hidden states as the first projection reads them."""
-    compute: Callable[..., None]
-    """Some experts' outputs."""
-    sum: Callable[..., None]
+    scratch: Callable[..., int]
+    """Bytes of memory that a step needs."""
+    begin: Callable[..., None]
+    """Sorts a step's pairs."""
+    hot: Callable[..., None]
+    """Outputs of all hot rows."""
+    cold: Callable[..., None]
+    """Outputs of one cold row."""
+    end: Callable[..., None]
     """All outputs, weighted and added."""
     linear: Callable[..., None]
     """One projection alone."""
     input_bytes: Callable[..., int]
     """Of one row of a projection's inputs."""
+    attention: Callable[..., int]
+    """Attention of a few query tokens; 1 where it had no memory, else 0. Its arguments are in native/attention.c."""
+    norm: Callable[..., None]
+    """RMSNorms of rows; native/norms.c."""
     paths: tuple[str, ...]
     """What this processor can take, worst first."""
 
@@ -116,21 +152,24 @@ def _parallel() -> tuple[int, int]:
 
 
 def _library(found: Any) -> Library:
-    pointer, number, form = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(Form)
+    pointer, number, form, step = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(Form), ctypes.POINTER(Step)
     found.experts_path.restype = ctypes.c_char_p
     found.experts_path.argtypes = (number,)
     return Library(
         tokens=_function(found.experts_tokens, (form, pointer, number, pointer)),
-        compute=_function(
-            found.experts_compute,
-            (form, pointer, number, pointer, pointer, pointer, pointer, number, pointer),
-        ),
-        sum=_function(found.experts_sum, (form, number, pointer, pointer, pointer, number, pointer)),
+        scratch=_function(found.experts_scratch, (form, number, number, number), result=number),
+        begin=_function(found.experts_begin, (step,)),
+        hot=_function(found.experts_hot, (step,)),
+        cold=_function(found.experts_cold, (step, number, pointer)),
+        end=_function(found.experts_end, (step,)),
         linear=_function(
             found.experts_linear,
             (form, pointer, pointer, pointer, number, pointer, number, pointer),
         ),
         input_bytes=_function(found.experts_input_bytes, (form, number), result=number),
+        # The call itself is a struct of fast_attention.py, which is handed over by its address.
+        attention=_function(found.attention_compute, (*[pointer] * 6, number, pointer), result=number),
+        norm=_function(found.experts_norm, (pointer, pointer, pointer, number, pointer, number, pointer)),
         paths=tuple(_paths(found)),
     )
 

@@ -16,6 +16,7 @@ import torch
 
 from hotsplit.bank.kernels.fast_bound import linear_and_bound
 from hotsplit.bank.kernels.fast_library import KINDS, Form, Library, Matrix, parallel_function
+from hotsplit.bank.kernels.plain_calls import is_its_bytes, only_computes
 
 MOST_ROWS: Final = 16
 """Tokens that are computed natively; more are torch's."""
@@ -33,21 +34,30 @@ class NativeLinear:
         library: The native code.
         outputs: O.
         inputs: C.
-        dtype: Of weights, biases and tokens: one of KINDS.
+        dtype: Of weights and biases: one of KINDS.
+        token_dtype: Of tokens and outputs, where it is another one.
         path: Of the library's paths; None for the best.
     """
 
     def __init__(
-        self, library: Library, *, outputs: int, inputs: int, dtype: torch.dtype, path: str | None = None
+        self,
+        library: Library,
+        *,
+        outputs: int,
+        inputs: int,
+        dtype: torch.dtype,
+        token_dtype: torch.dtype | None = None,
+        path: str | None = None,
     ) -> None:
-        kind = KINDS.index(str(dtype).removeprefix("torch."))
+        kind, token_kind = (KINDS.index(str(one).removeprefix("torch.")) for one in (dtype, token_dtype or dtype))
         matrix = Matrix(outputs=outputs, inputs=inputs, kind=kind, bias_kind=kind)
         index = len(library.paths) - 1 if path is None else library.paths.index(path)
-        self._library, self._form = library, Form(up=matrix, down=matrix, token_kind=kind, path=index)
+        self._library, self._form = library, Form(up=matrix, down=matrix, token_kind=token_kind, path=index)
         self._reference = ctypes.byref(self._form)
-        self._outputs, self._inputs, self._dtype = outputs, inputs, dtype
+        self._outputs, self._inputs = outputs, inputs
+        self._dtype, self._weight_dtype = token_dtype or dtype, dtype
         self._row_bytes = library.input_bytes(self._reference, 0)
-        self._is_direct = self._row_bytes == inputs * dtype.itemsize
+        self._is_direct = self._row_bytes == inputs * self._dtype.itemsize
 
     def takes(self, tokens: torch.Tensor, *, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
         """Whether this call is one for the native code.
@@ -61,15 +71,11 @@ class NativeLinear:
             0 < tokens.numel() <= MOST_ROWS * self._inputs
             and type(tokens) is torch.Tensor
             and tokens.dtype == self._dtype
-            and tokens.is_cpu
+            and is_its_bytes(tokens)
             and tokens.shape[-1:] == (self._inputs,)
             and self._reads(weight, shape=(self._outputs, self._inputs))
             and (bias is None or self._reads(bias, shape=(self._outputs,)))
-            and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (tokens, weight, bias)))
-            and not torch.is_autocast_enabled("cpu")
-            and not torch.compiler.is_compiling()
-            # A traced graph would have the numbers of this one call.
-            and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+            and only_computes(tokens, weight, bias)
         )
 
     def _reads(self, values: torch.Tensor, *, shape: tuple[int, ...]) -> bool:
@@ -77,8 +83,8 @@ class NativeLinear:
         return (
             type(values) in _PLAIN
             and values.shape == shape
-            and values.dtype == self._dtype
-            and values.is_cpu
+            and values.dtype == self._weight_dtype
+            and is_its_bytes(values)
             and values.is_contiguous()
         )
 
@@ -95,10 +101,10 @@ class NativeLinear:
         """
         tokens = tokens.contiguous()
         num_rows = tokens.numel() // self._inputs
-        out = torch.empty((*tokens.shape[:-1], self._outputs), dtype=self._dtype)
+        out = torch.empty((*tokens.shape[:-1], self._outputs), dtype=self._dtype, device="cpu")
         inputs = tokens
         if not self._is_direct:
-            inputs = torch.empty(num_rows * self._row_bytes, dtype=torch.uint8)
+            inputs = torch.empty(num_rows * self._row_bytes, dtype=torch.uint8, device="cpu")
             self._library.tokens(self._reference, tokens.data_ptr(), num_rows, inputs.data_ptr())
         self._library.linear(
             self._reference,

@@ -19,8 +19,11 @@ from hotsplit.bank.kernels import fast_library
 from hotsplit.bank.kernels.exact import ExpertMath, Tensors
 from hotsplit.config import HotsplitConfig, variable_name
 from hotsplit.engines.transformers import hooks
+from hotsplit.engines.transformers.fast_attention import use_native_attention
 from hotsplit.engines.transformers.fast_dense import FastDense, use_native_linears
 from hotsplit.engines.transformers.fast_forms import Proof, Stored, native_experts, prove_native, with_native
+from hotsplit.engines.transformers.fast_norms import FastNorms, use_native_norms
+from hotsplit.engines.transformers.fast_routers import FastRouters, use_native_routers
 from hotsplit.engines.transformers.index import CheckpointSource, ExpertsLayer
 from hotsplit.engines.transformers.mathematics import Precision, expert_math, preparer, prove
 from hotsplit.errors import ConfigError, UnsupportedEngineError
@@ -124,9 +127,12 @@ def teach(loaded: Any, *, banks: Banks, source: CheckpointSource, strict: bool =
     notices = native.notices(num_layers=len(source.layers))
     enforce(notices, strict=strict, error=ConfigError)
     dense = use_native_linears(loaded, library=native.library)
-    banks.on_close.append(dense.close)
-    native.report(dense)
-    return [*notices, *dense.notices]
+    norms = use_native_norms(loaded, library=native.library)
+    routers = use_native_routers(loaded, library=native.library)
+    attention = use_native_attention(loaded)
+    banks.on_close += [dense.close, norms.close, routers.close, attention.close]
+    native.report(dense, norms=norms, routers=routers)
+    return [*notices, *dense.notices, *norms.notices, *routers.notices, *attention.notices]
 
 
 class _Native:
@@ -171,12 +177,13 @@ class _Native:
         ]
         return [Notice(name="exact-instead", text=text, strict=not self._shares) for text in texts]
 
-    def report(self, dense: FastDense) -> None:
+    def report(self, dense: FastDense, *, norms: FastNorms, routers: FastRouters) -> None:
         """Say what runs where."""
         threads = torch.get_num_threads() if fast_library.parallel_function() else 1
-        share = max([dense.share, *self._shares.values()])
-        what = "kernel fast: %s, %d threads, %d linear layers; errors are at most %.0f %% of what rounding explains"
-        logger.info(what, self.library.paths[-1], threads, len(dense.layers), 100 * share)
+        served = f"{len(dense.layers)} linear layers, {len(norms.norms)} norms, {len(routers.routers)} routers"
+        share = max([dense.share, routers.share, *self._shares.values()])
+        what = "kernel fast: %s, %d threads, %s; errors are at most %.0f %% of what rounding explains"
+        logger.info(what, self.library.paths[-1], threads, served, 100 * share)
 
 
 def _exactly(layer: ExpertsLayer) -> ExpertsLayer:

@@ -5,11 +5,11 @@ A model from hotsplit.load() carries it as `model.hotsplit`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from pathlib import Path
 from hotsplit.bank.banks import EngineBanks
 from hotsplit.bank.live import Learned, Update
 from hotsplit.bank.record import Record, RunFacts
+from hotsplit.bank.workers import Job, Workers
 from hotsplit.host.threads import stay_behind
 from hotsplit.metrics import MetricsSnapshot
 from hotsplit.notices import Notice
@@ -86,7 +87,7 @@ class Engine:
         )
         self._record = Record(banks.router, live=banks.live, facts=facts)
         self._writer = SnapshotWriter(self._record.write)
-        self._saving: tuple[Learned, Future[bool]] | None = None
+        self._saving: tuple[Learned, Job[bool]] | None = None
         self._pid = os.getpid()
         self._is_closed = False
         banks.live.on_update.append(self._after_update)
@@ -147,7 +148,7 @@ class Engine:
 
     def _hear_of_save(self) -> None:
         """What a save that has ended well holds is not saved again; one under way is heard of at a later update."""
-        if self._saving is None or not self._saving[1].done():
+        if self._saving is None or not self._saving[1].is_done:
             return
         learned, job = self._saving
         self._saving = None
@@ -165,8 +166,9 @@ class SnapshotWriter:
     def __init__(self, write: Callable[[MetricsSnapshot], None]) -> None:
         self._write = write
         self._newest: deque[MetricsSnapshot] = deque(maxlen=1)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hotsplit-snapshots", initializer=stay_behind)
-        self._job: Future[None] | None = None
+        self._worker = Workers(1, name="hotsplit-snapshots", prepare=stay_behind)
+        self._job: Job[None] | None = None
+        self._is_handed_over = False
 
     def put(self, snapshot: MetricsSnapshot) -> None:
         """Have a snapshot written in place of those that still wait; returns at once.
@@ -175,20 +177,29 @@ class SnapshotWriter:
             snapshot: The newest.
         """
         self._newest.append(snapshot)
-        if self._job is None or self._job.done():
-            self._job = self._pool.submit(self._write_newest)
+        if self._job is None or self._job.is_done:
+            self._is_handed_over = False
+            self._job = Job(self._write_newest)
+        if not self._is_handed_over:  # or an interrupt has left that open: it is done once all the same
+            if not self._worker.do(self._job):  # no thread is to be had
+                self._job.give_up()
+                self._write_newest()
+            self._is_handed_over = True
 
-    def submit(self, write: Callable[[], bool]) -> Future[bool]:
+    def submit(self, write: Callable[[], bool]) -> Job[bool]:
         """Have something else written after what waits; returns at once.
 
         Args:
             write: Writes it, and tells whether that went well.
         """
-        return self._pool.submit(write)
+        job = Job(write)
+        if not self._worker.do(job):  # no thread is to be had
+            job()
+        return job
 
     def finish(self) -> None:
         """Write what waits, and wait for it."""
-        if self._job is not None:
+        if self._job is not None and not self._job.give_up():
             self._job.result()
         self._write_newest()
 
@@ -197,12 +208,11 @@ class SnapshotWriter:
         try:
             self.finish()
         finally:
-            self._pool.shutdown(wait=True)
+            self._worker.close(forget=False)
 
     def _write_newest(self) -> None:
         while self._newest:
-            try:
-                snapshot = self._newest.pop()
-            except IndexError:  # another thread has just taken it
-                return
+            snapshot = self._newest[0]  # stays until it is written, whatever interrupts that
             self._write(snapshot)
+            with contextlib.suppress(ValueError):  # a newer one has taken its place
+                self._newest.remove(snapshot)

@@ -190,6 +190,7 @@ def prove_native(proof: Proof) -> float:
         _share(proof.math, rows=rows, trial=(tokens[:n], ids[:n], weights[:n]), truth=truth[:n], bound=bound[:n])
         for n in (1, len(tokens))
     )
+    proof.math.native.forget()  # the banks' rows lie elsewhere
     if not share < 1:  # NaN as well
         raise _unfit(
             proof.module, f"results that differ from the stock module's by {share:.3g} times what rounding explains"

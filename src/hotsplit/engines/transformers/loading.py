@@ -193,7 +193,7 @@ def _on_cpu(opened: Opened, *, asked: _Asked) -> Any:
         options=replace(_bank_options(sizes, config=config), rows=rows),
         on_progress=asked.on_progress,
     )
-    with _closed_on_error(banks):
+    with _closed_on_error(banks), banks.rows.guard.watched():
         unfit += cpu.teach(loaded, banks=banks, source=opened.source, strict=config.strict)
         notices = [*said, *banks.rows.notices, *unfit]
         _put_together(loaded, banks=banks, sizes=sizes, choice=choice, config=config, notices=notices)

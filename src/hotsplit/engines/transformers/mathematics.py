@@ -277,10 +277,7 @@ class HotRows:
 
     def __init__(self, rows: Mapping[int, Tensors]) -> None:
         self._rows = rows
-
-    def is_hot(self, row: int) -> bool:
-        """All are."""
-        return True
+        self.first_cold = max(rows) + 1
 
     def tensors(self, row: int) -> Tensors:
         """Of an expert."""

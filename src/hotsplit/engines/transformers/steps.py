@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from hotsplit.bank.banks import EngineBanks
+from hotsplit.bank.banks import Banks, EngineBanks
 from hotsplit.bank.route import Phase
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class Steps:
         self._lock = threading.RLock()
         self._generation = _Generation()
         self._has_warned = False
+        self._grow = _growth(banks)
 
     @property
     def is_on_gpu(self) -> bool:
@@ -69,6 +70,7 @@ class Steps:
         with self._lock:
             self._banks.tick()
             phase, is_padding = self._read(args, kwargs)
+            self._grow(_cache(kwargs))
             with self._banks.step(phase=phase, is_padding=is_padding):
                 yield
             self._generation.num_steps += 1
@@ -113,8 +115,7 @@ class Steps:
 
     def _has_past(self, kwargs: dict[str, Any]) -> bool:
         """Whether a cache holds tokens already."""
-        # transformers 5.24 renames the argument.
-        length = getattr(kwargs.get("cache", kwargs.get("past_key_values")), "get_seq_length", None)
+        length = getattr(_cache(kwargs), "get_seq_length", None)
         held = 0 if length is None else length()
         if isinstance(held, torch.Tensor) and held.device.type != "cpu":
             # A static cache counts on its device, which is not waited for: generate() fills it from its first step on.
@@ -145,6 +146,21 @@ class Steps:
             ended = ended | now.has_ended
         now.has_ended = ended
         return ended
+
+
+def _growth(banks: EngineBanks) -> Callable[[Any], None]:
+    """What a step does with its cache: of the fast kernel it grows in place."""
+    if not isinstance(banks, Banks) or banks.kernel != "fast":
+        return lambda _: None
+    from hotsplit.engines.transformers.growing_cache import grow_in_place  # it needs transformers
+
+    return grow_in_place
+
+
+def _cache(kwargs: dict[str, Any]) -> Any:
+    """The cache of a step."""
+    # transformers 5.24 renames the argument.
+    return kwargs.get("cache", kwargs.get("past_key_values"))
 
 
 def _is_empty(is_padding: torch.Tensor) -> bool:

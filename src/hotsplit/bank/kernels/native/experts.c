@@ -1,8 +1,9 @@
 /* The routed experts of one layer, over pointers to rows, and single projections beside them, for a few tokens.
  *
- *   experts_tokens   hidden states as the path wants them
- *   experts_compute  some experts, all their pairs; as often as rows arrive
- *   experts_sum      pairs in their order, so that the result has one order of adding whatever came first
+ *   experts_begin    a step: which pairs belong to which expert, which rows are cold, hidden states as the path wants them
+ *   experts_hot      the experts of hot rows
+ *   experts_cold     one of a cold row, when that has arrived
+ *   experts_end      pairs added in their order, so that the result has one order of adding whatever came first
  *   experts_linear   one projection alone, of the model's dense part: the same products, rounded to the tokens' kind
  *
  * Work is cut into units whose results do not depend on who computes them, and threads take the next unit that is left.
@@ -17,15 +18,13 @@
 #include "experts.h"
 #include "scalars.h"
 
-extern const struct path *path_at(int64_t index);
-extern const struct path *path_without_halves(const struct path *path);
 
-typedef void (*parallel_function)(void (*work)(void *), void *data, unsigned num_threads, unsigned flags);
-
-/* Inner values, and outputs, of one unit: few, so that threads share evenly; many where a weight lies transposed, since
- * there they lie side by side. Two parts of products fit, and whole vectors behind each. */
+/* Inner values, and outputs, of one unit: many, since each unit begins its streams to the memory anew; few enough that
+ * threads share evenly. Two parts of products fit, and whole vectors behind each.
+ * Source: one thread over experts of 1024 x 512 in bfloat16 reads 21 GB/s with 32 inner values and 64 outputs in a unit,
+ * and 29 with 256 and 512. */
 enum { PAD = 32, FEW_INNER = 32, MANY_INNER = 256, PART = MANY_INNER + PAD, STRIDE = 2 * PART };
-enum { FEW_OUTPUTS = 64, MANY_OUTPUTS = 2 * MANY_INNER };
+enum { FEW_OUTPUTS = 64, MANY_OUTPUTS = 2 * MANY_INNER, UNITS_PER_THREAD = 4 };
 
 struct call {
     const struct form *form;
@@ -35,6 +34,7 @@ struct call {
     const char *inputs;    /* of up, from experts_tokens, one row per token */
     char *inner;           /* inputs of down, one row per pair */
     float *outputs;        /* [N, D] */
+    int64_t width;         /* of a unit */
     int64_t num_units;     /* of one expert */
     int64_t next;
     void (*unit)(const struct call *call, const struct expert *expert, int64_t number);
@@ -43,8 +43,14 @@ struct call {
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 static int64_t inner_dim(const struct form *form) { return form->down.inputs; }
-static int64_t inner_unit(const struct form *form) { return form->up.is_transposed ? MANY_INNER : FEW_INNER; }
-static int64_t output_unit(const struct form *form) { return form->down.is_transposed ? MANY_OUTPUTS : FEW_OUTPUTS; }
+
+/* Of `whole` in all, how many make a unit: whole times `few`. Transposed weights lie side by side in a unit, so that it is
+ * as wide as it can be. What an output is does not depend on it. */
+static int64_t unit_of(int64_t whole, int64_t num_threads, int64_t few, int64_t many, int64_t is_transposed) {
+    const int64_t share_of_thread = whole / ((num_threads > 1 ? num_threads * UNITS_PER_THREAD : 1) * few) * few;
+    const int64_t least = share_of_thread < few ? few : share_of_thread;
+    return is_transposed ? many : smaller(least, many);
+}
 
 /* Whether a projection multiplies pairs of bfloat16. */
 static int takes_halves(const struct form *form, const struct matrix *matrix) {
@@ -123,7 +129,7 @@ static void first_products(const struct form *form, const struct expert *expert,
 
 static void inner_of_unit(const struct call *call, const struct expert *expert, int64_t number) {
     const struct form *form = call->form;
-    const int64_t first = number * inner_unit(form), count = smaller(inner_unit(form), inner_dim(form) - first);
+    const int64_t first = number * call->width, count = smaller(call->width, inner_dim(form) - first);
     const int64_t from_bytes = input_bytes(form, &form->up), to_bytes = input_bytes(form, &form->down);
     const struct path *path = path_at(form->path);
     float products[MOST_TOKENS * STRIDE], inner[MANY_INNER];
@@ -143,8 +149,8 @@ static void inner_of_unit(const struct call *call, const struct expert *expert, 
 
 static void outputs_of_unit(const struct call *call, const struct expert *expert, int64_t number) {
     const struct form *form = call->form;
-    const int64_t hidden_dim = form->down.outputs, first = number * output_unit(form);
-    const int64_t count = smaller(output_unit(form), hidden_dim - first), bytes = input_bytes(form, &form->down);
+    const int64_t hidden_dim = form->down.outputs, first = number * call->width;
+    const int64_t count = smaller(call->width, hidden_dim - first), bytes = input_bytes(form, &form->down);
     const void *const weights[3] = {expert->down, expert->down_scale, expert->down_bias};
     float products[MOST_TOKENS * STRIDE];
     for (int64_t done = 0; done < expert->count; done += MOST_TOKENS) {
@@ -167,7 +173,8 @@ static void take_units(void *data) {
     }
 }
 
-static void share(struct call *call, int64_t num_threads, parallel_function parallel) {
+static void share(struct call *call, int64_t whole, int64_t num_threads, parallel_function parallel) {
+    call->num_units = parts(whole, call->width);
     call->next = 0;
     if (parallel == NULL || num_threads <= 1) take_units(call);
     else parallel(take_units, call, (unsigned)num_threads, 0);
@@ -179,6 +186,7 @@ struct linear {
     const char *inputs; /* from experts_tokens */
     int64_t num_inputs;
     char *out; /* [num_inputs, outputs] of the tokens' kind */
+    int64_t width; /* of a unit */
     int64_t next;
 };
 
@@ -199,9 +207,9 @@ static void take_outputs(void *data) {
     const int64_t from_bytes = input_bytes(form, matrix), size = bytes_of(form->token_kind);
     float products[MOST_TOKENS * STRIDE];
     for (;;) {
-        const int64_t first = FEW_OUTPUTS * __atomic_fetch_add(&linear->next, 1, __ATOMIC_RELAXED);
+        const int64_t first = linear->width * __atomic_fetch_add(&linear->next, 1, __ATOMIC_RELAXED);
         if (first >= matrix->outputs) return;
-        const int64_t count = smaller(FEW_OUTPUTS, matrix->outputs - first);
+        const int64_t count = smaller(linear->width, matrix->outputs - first);
         for (int64_t done = 0; done < linear->num_inputs; done += MOST_TOKENS) {
             const int64_t num_inputs = smaller(MOST_TOKENS, linear->num_inputs - done);
             const void *inputs[MOST_TOKENS];
@@ -215,10 +223,107 @@ static void take_outputs(void *data) {
     }
 }
 
+/* ---- a step */
+
+/* Its scratch, which begins with the rows that its runs are of. */
+struct areas {
+    int64_t *rows;       /* [E], of the runs */
+    struct expert *runs; /* [E], hot ones first */
+    int64_t *starts;     /* [E + 1], of every expert's pairs */
+    int64_t *places;     /* [N], of a pair in ids, rows and weights */
+    int64_t *tokens;     /* [N] */
+    char *inputs;        /* [T] rows of the first projection's inputs */
+    char *inner;         /* [N] of the second's */
+    float *outputs;      /* [N, D] */
+    float *sums;         /* [T, D] */
+};
+
+enum { LINE = 64 };
+
+static char *take(char **at, int64_t num_bytes) {
+    char *taken = *at;
+    *at += parts(num_bytes, LINE) * LINE;
+    return taken;
+}
+
+/* Where the areas lie in a step's scratch; returns how many bytes they take, a line for the scratch's own address. */
+static int64_t areas_of(const struct step *step, struct areas *areas) {
+    const struct form *form = step->form;
+    const int64_t num_tokens = step->num_tokens, most_pairs = num_tokens * step->top_k, hidden_dim = form->down.outputs;
+    char *const first = (char *)(parts((int64_t)(intptr_t)step->scratch, LINE) * LINE), *at = first;
+    areas->rows = (int64_t *)take(&at, step->num_experts * 8);
+    areas->runs = (struct expert *)take(&at, step->num_experts * (int64_t)sizeof(struct expert));
+    areas->starts = (int64_t *)take(&at, (step->num_experts + 1) * 8);
+    areas->places = (int64_t *)take(&at, most_pairs * 8);
+    areas->tokens = (int64_t *)take(&at, most_pairs * 8);
+    areas->inputs = take(&at, num_tokens * input_bytes(form, &form->up));
+    areas->inner = take(&at, most_pairs * input_bytes(form, &form->down));
+    areas->outputs = (float *)take(&at, most_pairs * hidden_dim * 4);
+    areas->sums = (float *)take(&at, num_tokens * hidden_dim * 4);
+    return at - first + LINE;
+}
+
+/* Pairs ascending by expert, then place, then token, as the exact kernel has them; sentinels have none. */
+static void sort_pairs(struct step *step, struct areas *areas) {
+    const int64_t num_experts = step->num_experts, num_all = step->num_tokens * step->top_k;
+    int64_t *starts = areas->starts;
+    memset(starts, 0, (size_t)(num_experts + 1) * sizeof *starts);
+    for (int64_t i = 0; i < num_all; i++)
+        if (step->ids[i] >= 0 && step->ids[i] < num_experts) starts[step->ids[i] + 1]++;
+    for (int64_t e = 0; e < num_experts; e++) starts[e + 1] += starts[e];
+    step->num_pairs = starts[num_experts];
+    for (int64_t place = 0; place < step->top_k; place++)
+        for (int64_t token = 0; token < step->num_tokens; token++) {
+            const int64_t at = token * step->top_k + place, id = step->ids[at];
+            if (id < 0 || id >= num_experts) continue;
+            areas->places[starts[id]] = at;
+            areas->tokens[starts[id]++] = token; /* leaves starts one expert further on */
+        }
+}
+
+/* One run per expert that has pairs: those of hot rows in front, with their addresses, those of cold ones behind. */
+static void find_rows(struct step *step, struct areas *areas) {
+    step->num_hot = step->num_cold = step->num_unknown = 0;
+    for (int is_cold = 0; is_cold < 2; is_cold++)
+        for (int64_t e = 0; e < step->num_experts; e++) {
+            const int64_t first = e == 0 ? 0 : areas->starts[e - 1], count = areas->starts[e] - first;
+            if (count == 0) continue;
+            const int64_t row = step->rows[areas->places[first]];
+            if ((row >= step->first_cold) != is_cold) continue;
+            const int64_t number = step->num_hot + step->num_cold;
+            struct expert *run = areas->runs + number;
+            areas->rows[number] = row;
+            run->first = first;
+            run->count = count;
+            if (is_cold) {
+                step->num_cold++;
+                continue;
+            }
+            memcpy(run, step->addresses[row], sizeof step->addresses[row]);
+            step->num_unknown += run->up == NULL;
+            step->num_hot++;
+        }
+}
+
+/* Outputs of some runs' pairs, unweighted. */
+static void compute(const struct step *step, const struct areas *areas, const struct expert *runs, int64_t num_runs) {
+    const struct form *form = step->form;
+    const int64_t threads = step->parallel == NULL ? 1 : step->num_threads;
+    struct call call = {.form = form, .experts = runs, .num_experts = num_runs, .tokens = areas->tokens,
+                        .inputs = areas->inputs, .inner = areas->inner, .outputs = areas->outputs};
+    if (num_runs == 0) return;
+    call.unit = inner_of_unit;
+    call.width = unit_of(inner_dim(form) * num_runs, threads, FEW_INNER, MANY_INNER, form->up.is_transposed);
+    share(&call, inner_dim(form), threads, step->parallel);
+    call.unit = outputs_of_unit;
+    call.width = unit_of(form->down.outputs * num_runs, threads, FEW_OUTPUTS, MANY_OUTPUTS, form->down.is_transposed);
+    share(&call, form->down.outputs, threads, step->parallel);
+}
+
 /* ---- what fast.py and fast_linear.py call */
 
 /* Changes with the structs of experts.h and the functions below. */
-int64_t experts_abi(void) { return 2; }
+int64_t experts_abi(void) { return 3; }
 
 /* Name of the path with this index, worst first; NULL behind the last that this processor can take. */
 const char *experts_path(int64_t index) {
@@ -247,33 +352,60 @@ void experts_tokens(const struct form *form, const void *hidden_states, int64_t 
     }
 }
 
-/* Outputs of some experts' pairs, unweighted. */
-void experts_compute(const struct form *form, const struct expert *experts, int64_t num_experts, const int64_t *tokens,
-                     const char *inputs, char *inner, float *outputs, int64_t num_threads,
-                     parallel_function parallel) {
-    struct call call = {form, experts, num_experts, tokens, inputs, inner, outputs, 0, 0, inner_of_unit};
-    call.num_units = parts(inner_dim(form), inner_unit(form));
-    share(&call, num_threads, parallel);
-    call.unit = outputs_of_unit;
-    call.num_units = parts(form->down.outputs, output_unit(form));
-    share(&call, num_threads, parallel);
+/* How many bytes of scratch a step needs. */
+int64_t experts_scratch(const struct form *form, int64_t num_tokens, int64_t top_k, int64_t num_experts) {
+    struct step step = {.form = form, .num_tokens = num_tokens, .top_k = top_k, .num_experts = num_experts};
+    struct areas areas;
+    return areas_of(&step, &areas);
 }
 
-/* Every token's weighted outputs, added pair by pair, [T, D]. */
-void experts_sum(const struct form *form, int64_t num_pairs, const int64_t *tokens, const float *weights,
-                 const float *outputs, int64_t num_tokens, float *sums) {
-    const struct path *path = path_at(form->path);
-    const int64_t width = form->down.outputs;
-    memset(sums, 0, (size_t)(num_tokens * width) * 4);
-    for (int64_t n = 0; n < num_pairs; n++)
-        path->add(sums + tokens[n] * width, weights[n], outputs + n * width, width);
+/* Sorts the pairs and prepares the tokens. Which runs are hot, cold, or hot at an address that is not known yet, the step
+ * says afterwards; the latter are for the caller to fill in before it begins once more. */
+void experts_begin(struct step *step) {
+    struct areas areas;
+    areas_of(step, &areas);
+    sort_pairs(step, &areas);
+    find_rows(step, &areas);
+    if (step->num_unknown == 0) experts_tokens(step->form, step->hidden, step->num_tokens, areas.inputs);
+}
+
+/* Outputs of the pairs of all hot rows. */
+void experts_hot(const struct step *step) {
+    struct areas areas;
+    areas_of(step, &areas);
+    compute(step, &areas, areas.runs, step->num_hot);
+}
+
+/* Outputs of the pairs of one cold row: the number-th, whose tensors lie at these addresses now. */
+void experts_cold(const struct step *step, int64_t number, const void *const addresses[NUM_ADDRESSES]) {
+    struct areas areas;
+    areas_of(step, &areas);
+    struct expert *run = areas.runs + step->num_hot + number;
+    memcpy(run, addresses, NUM_ADDRESSES * sizeof *addresses);
+    compute(step, &areas, run, 1);
+}
+
+/* Every token's weighted outputs, added pair by pair and rounded once. */
+void experts_end(const struct step *step) {
+    const struct path *path = path_at(step->form->path);
+    const int64_t width = step->form->down.outputs, size = bytes_of(step->form->token_kind);
+    struct areas areas;
+    areas_of(step, &areas);
+    memset(areas.sums, 0, (size_t)(step->num_tokens * width) * 4);
+    for (int64_t n = 0; n < step->num_pairs; n++) {
+        const float weight = number_at(step->weight_kind, step->weights, areas.places[n]);
+        path->add(areas.sums + areas.tokens[n] * width, weight, areas.outputs + n * width, width);
+    }
+    for (int64_t t = 0; t < step->num_tokens; t++)
+        put_outputs(step->form, areas.sums + t * width, width, (char *)step->out + t * width * size);
 }
 
 /* One projection: form's first, with the bias that it may have. */
 void experts_linear(const struct form *form, const void *weight, const void *bias, const char *inputs,
                     int64_t num_inputs, void *out, int64_t num_threads, parallel_function parallel) {
-    struct linear linear = {form, weight, bias, inputs, num_inputs, out, 0};
     const int is_alone = parallel == NULL || num_threads <= 1 || form->up.outputs <= FEW_OUTPUTS;
+    struct linear linear = {form, weight, bias, inputs, num_inputs, out, 0, 0};
+    linear.width = unit_of(form->up.outputs, is_alone ? 1 : num_threads, FEW_OUTPUTS, MANY_OUTPUTS, 0);
     if (is_alone) take_outputs(&linear);
     else parallel(take_outputs, &linear, (unsigned)num_threads, 0);
 }

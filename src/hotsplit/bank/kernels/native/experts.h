@@ -1,7 +1,7 @@
 /* What fast.py and the native code tell each other. The structs have the same fields, in the same order, as their
  * ctypes twins there; experts_abi() changes whenever they do.
  *
- * Shapes: T tokens, N pairs (token, expert), D model dim, F expert hidden dim, M tokens of one expert.
+ * Shapes: T tokens, N pairs (token, expert), D model dim, F expert hidden dim, M tokens of one expert, K top-k, E experts.
  */
 #ifndef HOTSPLIT_EXPERTS_H
 #define HOTSPLIT_EXPERTS_H
@@ -35,11 +35,36 @@ struct form {
     double limit, slope, shift;
 };
 
-/* One expert of a call. */
+/* One expert of a call: its addresses come first, in the order of step.addresses. */
+enum { NUM_ADDRESSES = 6 };
 struct expert {
     const void *up, *up_scale, *up_bias, *down, *down_scale, *down_bias;
     int64_t first, count; /* its pairs */
 };
+
+typedef void (*parallel_function)(void (*work)(void *), void *data, unsigned num_threads, unsigned flags);
+
+/* One layer's call: a run is an expert with its pairs. */
+struct step {
+    const struct form *form;
+    const int64_t *ids, *rows;   /* [T, K], of experts and where they lie */
+    const void *hidden;          /* [T, D], of the tokens' kind */
+    const void *weights;         /* [T, K] */
+    int64_t weight_kind;
+    int64_t num_tokens, top_k, num_experts;
+    int64_t first_cold;          /* rows below it are hot */
+    const void *(*addresses)[NUM_ADDRESSES]; /* of hot rows; 0 where nobody has asked yet */
+    char *scratch;               /* as long as experts_scratch() says */
+    void *out;                   /* [T, D], of the tokens' kind */
+    int64_t num_threads;
+    parallel_function parallel;
+    /* what experts_begin() finds */
+    int64_t num_pairs, num_hot, num_cold, num_unknown;
+};
+
+struct attention;
+struct attention_piece;
+struct attention_part;
 
 /* One path: the same functions for one set of instructions. */
 struct path {
@@ -54,6 +79,12 @@ struct path {
     void (*from_float16)(const uint16_t *from, float *to, int64_t count);
     /* out += factor * values */
     void (*add)(float *out, float factor, const float *values, int64_t count);
+    /* attention of some queries over one block of keys, see attention.h */
+    void (*attend)(const struct attention *call, const struct attention_piece *piece, struct attention_part *parts);
 };
+
+/* paths.c: worst first, NULL behind the last that this processor can take; and the one that multiplies plain numbers. */
+extern const struct path *path_at(int64_t index);
+extern const struct path *path_without_halves(const struct path *path);
 
 #endif

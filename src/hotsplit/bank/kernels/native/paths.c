@@ -8,6 +8,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "attention.h"
 #include "experts.h"
 #include "scalars.h"
 
@@ -50,6 +51,15 @@ static inline eight plain_bfloat16(const char *p) {
         for (int i = 0; i < 8; i++) v[i] = number_at(kind, p, i); \
         return v;                                                    \
     }
+static inline eight plain_totals(const eight *v) {
+    eight sums;
+    for (int i = 0; i < 8; i++) sums[i] = plain_total(v[i]);
+    return sums;
+}
+static inline eight plain_larger(eight a, eight b) {
+    for (int i = 0; i < 8; i++) a[i] = a[i] > b[i] ? a[i] : b[i];
+    return a;
+}
 PLAIN_LOAD(float32, FLOAT32)
 PLAIN_LOAD(float16, FLOAT16)
 PLAIN_LOAD(float8, FLOAT8)
@@ -65,6 +75,8 @@ PLAIN_LOAD(float8, FLOAT8)
 #define put plain_put
 #define fused plain_fused
 #define total plain_total
+#define totals plain_totals
+#define larger plain_larger
 #define load_float32 plain_float32
 #define load_bfloat16 plain_bfloat16
 #define load_float16 plain_float16
@@ -72,10 +84,11 @@ PLAIN_LOAD(float8, FLOAT8)
 #define narrow_float16 float16_of_float
 #define widen_float16 float_of_float16
 #include "path.h"
+#include "attention_path.h"
 #include "unset.h"
 
 static const struct path portable = {
-    "portable", 0, product_portable, activate_portable, to_float16_portable, from_float16_portable, add_portable,
+    "portable", 0, product_portable, activate_portable, to_float16_portable, from_float16_portable, add_portable, attend_portable,
 };
 
 #if defined(__x86_64__)
@@ -106,6 +119,16 @@ FAST float avx2_total(__m256 v) {
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
+/* Halves of the lanes are added until one is left, those of two vectors in one step. */
+FAST __m256 avx2_totals(const __m256 *v) {
+    __m256 two[4], four[2];
+    for (int i = 0; i < 4; i++)
+        two[i] = _mm256_add_ps(_mm256_permute2f128_ps(v[i], v[i + 4], 0x20), _mm256_permute2f128_ps(v[i], v[i + 4], 0x31));
+    for (int i = 0; i < 4; i += 2)
+        four[i / 2] = _mm256_add_ps(_mm256_shuffle_ps(two[i], two[i + 1], 0x44),
+                                    _mm256_shuffle_ps(two[i], two[i + 1], 0xee));
+    return _mm256_add_ps(_mm256_shuffle_ps(four[0], four[1], 0x88), _mm256_shuffle_ps(four[0], four[1], 0xdd));
+}
 FAST uint16_t avx2_narrow(float x) { return (uint16_t)_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
 FAST float avx2_widen(uint16_t half) { return _cvtsh_ss(half); }
 
@@ -119,6 +142,8 @@ FAST float avx2_widen(uint16_t half) { return _cvtsh_ss(half); }
 #define put _mm256_storeu_ps
 #define fused _mm256_fmadd_ps
 #define total avx2_total
+#define totals avx2_totals
+#define larger _mm256_max_ps
 #define load_float32 avx2_float32
 #define load_bfloat16 avx2_bfloat16
 #define load_float16 avx2_float16
@@ -126,11 +151,12 @@ FAST float avx2_widen(uint16_t half) { return _cvtsh_ss(half); }
 #define narrow_float16 avx2_narrow
 #define widen_float16 avx2_widen
 #include "path.h"
+#include "attention_path.h"
 #include "unset.h"
 #undef FAST
 
 static const struct path avx2 = {
-    "avx2", 0, product_avx2, activate_avx2, to_float16_avx2, from_float16_avx2, add_avx2,
+    "avx2", 0, product_avx2, activate_avx2, to_float16_avx2, from_float16_avx2, add_avx2, attend_avx2,
 };
 
 /* ---- AVX-512: sixteen lanes */
@@ -153,6 +179,21 @@ FAST __m512 avx512_float8(const char *p) {
     return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(sign, half)), _mm512_set1_ps(256.0f));
 }
 FAST float avx512_total(__m512 v) { return _mm512_reduce_add_ps(v); }
+FAST __m512 avx512_totals(const __m512 *v) {
+    __m512 two[8], four[4], eight[2];
+    for (int i = 0; i < 8; i++) {
+        const __m512 *pair = v + i + (i & 4);
+        two[i] = _mm512_add_ps(_mm512_shuffle_f32x4(pair[0], pair[4], 0x44),
+                               _mm512_shuffle_f32x4(pair[0], pair[4], 0xee));
+    }
+    for (int i = 0; i < 4; i++)
+        four[i] = _mm512_add_ps(_mm512_shuffle_f32x4(two[i], two[i + 4], 0x88),
+                                _mm512_shuffle_f32x4(two[i], two[i + 4], 0xdd));
+    for (int i = 0; i < 4; i += 2)
+        eight[i / 2] = _mm512_add_ps(_mm512_shuffle_ps(four[i], four[i + 1], 0x44),
+                                     _mm512_shuffle_ps(four[i], four[i + 1], 0xee));
+    return _mm512_add_ps(_mm512_shuffle_ps(eight[0], eight[1], 0x88), _mm512_shuffle_ps(eight[0], eight[1], 0xdd));
+}
 FAST uint16_t avx512_narrow(float x) { return (uint16_t)_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
 FAST float avx512_widen(uint16_t half) { return _cvtsh_ss(half); }
 
@@ -166,6 +207,8 @@ FAST float avx512_widen(uint16_t half) { return _cvtsh_ss(half); }
 #define put _mm512_storeu_ps
 #define fused _mm512_fmadd_ps
 #define total avx512_total
+#define totals avx512_totals
+#define larger _mm512_max_ps
 #define load_float32 avx512_float32
 #define load_bfloat16 avx512_bfloat16
 #define load_float16 avx512_float16
@@ -173,11 +216,12 @@ FAST float avx512_widen(uint16_t half) { return _cvtsh_ss(half); }
 #define narrow_float16 avx512_narrow
 #define widen_float16 avx512_widen
 #include "path.h"
+#include "attention_path.h"
 #include "unset.h"
 #undef FAST
 
 static const struct path avx512 = {
-    "avx512", 0, product_avx512, activate_avx512, to_float16_avx512, from_float16_avx512, add_avx512,
+    "avx512", 0, product_avx512, activate_avx512, to_float16_avx512, from_float16_avx512, add_avx512, attend_avx512,
 };
 
 /* ---- AVX512-BF16: pairs of bfloat16 products, where weights and tokens are bfloat16; all else as AVX-512 */
@@ -246,7 +290,7 @@ TARGET static void product_halves(const struct matrix *matrix, const void *weigh
 #undef FAST
 
 static const struct path avx512_bf16 = {
-    "avx512_bf16", 1, product_halves, activate_avx512, to_float16_avx512, from_float16_avx512, add_avx512,
+    "avx512_bf16", 1, product_halves, activate_avx512, to_float16_avx512, from_float16_avx512, add_avx512, attend_avx512,
 };
 #endif
 #endif

@@ -10,6 +10,8 @@
 #undef put
 #undef fused
 #undef total
+#undef totals
+#undef larger
 #undef load_float32
 #undef load_bfloat16
 #undef load_float16

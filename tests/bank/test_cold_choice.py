@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bank.toy_source import toy_source
-from hotsplit.bank.cold_choice import FITS_RATIO, SlotNeeds, choose_cold, slot_needs
+from hotsplit.bank.cold_choice import FITS_RATIO, RECENT_SHARE, SlotNeeds, choose_cold, slot_needs
 
 GIB = 2**30
 NEEDS = SlotNeeds(slot_bytes=8 << 20, lie_apart=False)
@@ -27,19 +27,19 @@ def test_cold_rows_that_fit_the_page_cache_are_read_through_it():
 
 
 @pytest.mark.parametrize("cache", [-3, 0, 1, 20 * FITS_RATIO - 0.1])
-def test_cold_rows_that_do_not_fit_are_read_past_it_into_slots_for_four_tokens(cache):
+def test_cold_rows_that_do_not_fit_are_read_past_it_into_half_of_the_budget(cache):
     choice = choose(cache=cache)
-    assert (True, 32, 32 * (8 << 20)) == (choice.is_direct, choice.slots, choice.num_bytes)
+    assert (True, 512, 4 * GIB) == (choice.is_direct, choice.slots, choice.num_bytes)
     assert "directly, past the page cache" in choice.text
-    assert "32 slots for them take 256.0 MiB of the budget" in choice.text
+    assert "512 slots for them take 4.000 GiB of the budget" in choice.text
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.01, 1.0, 2.0, 8.0])
 @pytest.mark.parametrize("needs", [NEEDS, APART])
 @pytest.mark.parametrize("cache", [0, 20])
-def test_slots_never_take_more_than_a_sixteenth_of_the_budget(budget, needs, cache):
+def test_slots_never_take_more_than_their_share_of_the_budget(budget, needs, cache):
     choice = choose(cache=cache, budget=budget, needs=needs)
-    assert choice.num_bytes <= budget * GIB / 16
+    assert choice.num_bytes <= budget * GIB * (1 / 16 if cache else RECENT_SHARE)
     assert choice.slots == 0 or choice.slots >= 8
     assert choice.is_direct == (cache == 0 and choice.slots > 0)
 

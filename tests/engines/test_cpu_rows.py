@@ -33,7 +33,8 @@ def full(monkeypatch):
     monkeypatch.setattr(cpu_rows, "memory_limits", lambda: MemoryLimits(limits=(limit,)))
     monkeypatch.setattr(MappedFiles, "is_present", lambda *_: False)
     # A tiny model's slots would take more than their share of a tiny budget.
-    monkeypatch.setattr(cold_choice, "_LARGEST_SHARE", 0.6)
+    for share in ("_LARGEST_SHARE", "RECENT_SHARE"):
+        monkeypatch.setattr(cold_choice, share, 0.6)
 
 
 def equals_stock(expected, folder, model):

@@ -4,13 +4,14 @@
     direct       past it: half the processor time per row, and a faster read; best where most of them do not
 
 The page cache takes what memory is left. Where that is under FITS_RATIO of the cold bytes, most rows come from the disk
-anyway, and direct reads serve them sooner.
+anyway, and direct reads serve them sooner. Then half of the budget is slots, which keep the rows that were read last: hot
+rows are what traffic wants on the whole, slots what it wants just now.
 
     >>> needs = SlotNeeds(slot_bytes=9 << 20, lie_apart=False)
     >>> choose_cold(cold_bytes=20 << 30, cache_bytes=15 << 30, room_bytes=8 << 30, needs=needs, top_k=8).slots
     0
     >>> choose_cold(cold_bytes=20 << 30, cache_bytes=2 << 30, room_bytes=8 << 30, needs=needs, top_k=8).slots
-    32
+    455
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ FITS_RATIO: Final = 0.3
 """Of the cold bytes that the page cache must be able to hold: there traffic that never repeats reads 0.7 of its cold bytes,
 at 1.3 ms per MB, cached pages thrown out for them included; and directly all of them, 1.13 times as many since slots took
 hot rows' room, at 0.8 ms. Traffic that does repeat breaks even sooner. Source: benchmarks/results/cold_path.json."""
+RECENT_SHARE: Final = 1 / 2
+"""Of the budget that slots for direct reads take. Source: decision 41."""
 _TOKENS: Final = 4
-"""Tokens of one step whose cold rows of a layer have slots; those of longer steps go through the page cache too."""
+"""Tokens of one step whose rows of a layer have slots to be put together in."""
 _LARGEST_SHARE: Final = 1 / 16
-"""Of the budget that slots may take: hot rows are worth more."""
+"""Of the budget that those may take: they are none to keep rows in."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,9 +77,10 @@ def choose_cold(
         needs: Of the model's rows.
         top_k: Experts per token.
     """
-    slots = min(_TOKENS * top_k, int(room_bytes * _LARGEST_SHARE) // needs.slot_bytes)
-    slots = slots if slots >= top_k else 0
     fits = cache_bytes is None or cache_bytes >= FITS_RATIO * cold_bytes
+    slots = int(room_bytes * (_LARGEST_SHARE if fits else RECENT_SHARE)) // needs.slot_bytes
+    slots = min(_TOKENS * top_k, slots) if fits else slots
+    slots = slots if slots >= top_k else 0
     room = "whose size nobody knows" if cache_bytes is None else f"which has room for {gib(max(cache_bytes, 0))}"
     text = f"{gib(cold_bytes)} of cold rows are read through the page cache, {room}"
     if not fits and slots:

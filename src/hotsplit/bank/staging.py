@@ -10,6 +10,7 @@ What was handed out is *held*: it keeps its slot until the next turn.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 from collections import OrderedDict
@@ -174,6 +175,8 @@ def _memory(num_bytes: int) -> mmap.mmap:
     size = max(num_bytes, mmap.PAGESIZE)
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
         populate(address_of(memoryview(memory)), size, threads=1)  # what does not fit fails here and not at a step
         return memory
     except (OSError, OverflowError) as error:

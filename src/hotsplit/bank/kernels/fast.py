@@ -192,9 +192,9 @@ def _is_native(
     return (
         is_worth_it
         and hidden_states.dtype == native.dtype
+        and only_computes(hidden_states, topk_weights)
         and is_its_bytes(hidden_states)
         and is_its_bytes(topk_weights)
-        and only_computes(hidden_states, topk_weights)
     )
 
 

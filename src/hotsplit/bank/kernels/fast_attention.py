@@ -106,13 +106,13 @@ class NativeAttention:
         """
         query, key, value, mask = call.query, call.key, call.value, call.mask
         return (
-            _is_plain(query, like=query)
+            only_computes(query, key, value, mask)
+            and _is_plain(query, like=query)
             and query.dtype in _KINDS
             and _is_plain(key, like=query)
             and _is_plain(value, like=query)
             and _fits(query.shape, key=key.shape, value=value.shape)
             and (mask is None or (not call.is_causal and _masks(mask, query=query, keys=key.shape[2])))
-            and only_computes(query, key, value, mask)
         )
 
     def __call__(self, call: Attention) -> torch.Tensor | None:

@@ -68,14 +68,14 @@ class NativeLinear:
             bias: The same; None for none.
         """
         return (
-            0 < tokens.numel() <= MOST_ROWS * self._inputs
+            only_computes(tokens, weight, bias)
+            and 0 < tokens.numel() <= MOST_ROWS * self._inputs
             and type(tokens) is torch.Tensor
             and tokens.dtype == self._dtype
             and is_its_bytes(tokens)
             and tokens.shape[-1:] == (self._inputs,)
             and self._reads(weight, shape=(self._outputs, self._inputs))
             and (bias is None or self._reads(bias, shape=(self._outputs,)))
-            and only_computes(tokens, weight, bias)
         )
 
     def _reads(self, values: torch.Tensor, *, shape: tuple[int, ...]) -> bool:

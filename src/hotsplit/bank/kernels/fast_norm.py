@@ -90,13 +90,13 @@ class NativeNorm:
             weight: As it is now: a model may have been cast, moved or changed since it was loaded.
         """
         return (
-            type(tokens) is torch.Tensor
+            only_computes(tokens, weight)
+            and type(tokens) is torch.Tensor
             and tokens.dtype is self._dtype
             and is_its_bytes(tokens)
             and tokens.shape[-1:] == self._shape
             and tokens.numel() > 0
             and self._reads(weight)
-            and only_computes(tokens, weight)
         )
 
     def _reads(self, weight: torch.Tensor) -> bool:

@@ -17,9 +17,9 @@ def only_computes(*tensors: torch.Tensor | None) -> bool:
         tensors: That go in.
     """
     return (
-        not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
+        not torch.compiler.is_compiling()  # first: a compiler cannot follow all of the others
+        and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
         # A traced graph would have the numbers of this one call.
         and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         and forward_ad._current_level < 0

@@ -201,6 +201,21 @@ def test_a_budget_beyond_the_experts_is_capped_and_then_held_against_real_memory
     refused(checkpoint("qwen3_moe"), BudgetError, "real memory", hot_gib=10_000, run_when_fits=run_when_fits)
 
 
+@pytest.mark.parametrize("share", [0.6, 1.5])
+def test_a_default_budget_is_not_refused_when_memory_goes_while_it_is_used(checkpoint, load, monkeypatch, share):
+    folder = checkpoint("qwen3_moe")
+    sizes = expert_sizes(read_headers(folder))
+    left = [sizes.dense_bytes + int(share * sizes.expert_bytes)]
+
+    def less_each_time():
+        left[0] -= 4096
+        return limits(left[0])()
+
+    monkeypatch.setattr(budget_module, "memory_limits", less_each_time)
+    model = load(folder, hot_gib=None, run_when_fits=False, vram_reserve_gib=0, dynamic=False)
+    assert (share < 1) == hasattr(model, "hotsplit")
+
+
 def test_a_default_budget_without_known_memory_asks_for_a_number(checkpoint, monkeypatch):
     monkeypatch.setattr(budget_module, "memory_limits", lambda: MemoryLimits(limits=()))
     refused(checkpoint("qwen3_moe"), BudgetError, "no way to tell.*HOTSPLIT_HOT_GIB", hot_gib=None)

@@ -175,14 +175,18 @@ def _on_cpu(opened: Opened, *, asked: _Asked) -> Any:
     config, sizes = asked.config, opened.sizes
     budget = cpu.default_budget(sizes, config=config) if config.hot_bytes is None else config.hot_bytes
     if _fits(sizes, budget=budget, asked=asked):
-        require_memory(sizes.expert_bytes, sizes=sizes, reserve_bytes=config.vram_reserve_bytes)
+        if config.hot_bytes is not None:
+            require_memory(sizes.expert_bytes, sizes=sizes, reserve_bytes=config.vram_reserve_bytes)
         return None
     unfit = cpu.kernel_notices(config)
     budget = min(budget, sizes.expert_bytes)
     cold = cold_choice(opened, budget=budget, config=config)
     choice = _choose(sizes, asked=asked, budget=budget - cold.num_bytes)
     needed = needed_bytes(choice.plan, sizes=sizes, dynamic=config.dynamic) + cold.num_bytes
-    require_memory(needed, sizes=sizes, reserve_bytes=config.vram_reserve_bytes)
+    if (
+        config.hot_bytes is not None or needed > budget
+    ):  # a default budget is what was free a moment ago, or a page less
+        require_memory(needed, sizes=sizes, reserve_bytes=config.vram_reserve_bytes)
     rows, said = rows_options(cold, config=config)
     loaded = _load_without_experts(opened, asked.kwargs)
     logger.info("%s of dense weights copied out of mapped files", gib(move_out_of_files(loaded)))

@@ -26,8 +26,8 @@ from hotsplit.units import gib
 
 FITS_RATIO: Final = 0.3
 """Of the cold bytes that the page cache must be able to hold: there traffic that never repeats reads 0.7 of its cold bytes,
-at 1.3 ms per MB, cached pages thrown out for them included; and directly all of them, 1.13 times as many since slots took
-hot rows' room, at 0.8 ms. Traffic that does repeat breaks even sooner. Source: benchmarks/results/cold_path.json."""
+at 1.3 ms per MB, cached pages thrown out for them included; and directly all of them, at 0.8 ms. NOTE: that was measured with
+32 slots, which kept nothing; decision 41 says what it leaves open. Source: benchmarks/results/cold_path.json."""
 RECENT_SHARE: Final = 1 / 2
 """Of the budget that slots for direct reads take. Source: decision 41."""
 _TOKENS: Final = 4

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from hotsplit.bank.kernels.exact import ExpertMath, LayerBank, Tensors, exact
-from hotsplit.bank.kernels.fast_library import EXPERT_FIELDS, KINDS, Form, Library, Step, parallel_function
+from hotsplit.bank.kernels.fast_library import EXPERT_FIELDS, KINDS, Form, LayerCall, Library, parallel_function
 from hotsplit.bank.kernels.plain_calls import is_its_bytes, only_computes
 
 MOST_TOKENS: Final = 16
@@ -111,7 +111,7 @@ class NativeExperts:
         return found
 
     def scratch_bytes(self, num_tokens: int, *, top_k: int, num_experts: int) -> int:
-        """Memory that a step takes.
+        """Memory that a call takes.
 
         Args:
             num_tokens: T.
@@ -169,15 +169,15 @@ def fast(
     ):
         return exact(hidden_states, topk_ids=topk_ids, topk_weights=topk_weights, row_ids=row_ids, bank=bank, math=math)
     native = math.native
-    step = _Step(native, bank=bank, hidden_states=hidden_states, topk_weights=topk_weights)
-    cold = step.begin(topk_ids, row_ids=row_ids, num_experts=math.num_experts)
+    call = _Call(native, bank=bank, hidden_states=hidden_states, topk_weights=topk_weights)
+    cold = call.begin(topk_ids, row_ids=row_ids, num_experts=math.num_experts)
     bank.ask(cold)
-    native.library.hot(step.reference)
+    native.library.hot(call.reference)
     numbers = {row: number for number, row in enumerate(cold)}
     for row in bank.arrivals(cold):
         tensors = bank.tensors(row)  # until the call is done
-        native.library.cold(step.reference, numbers[row], native.cold_addresses(row, tensors))
-    return step.end()
+        native.library.cold(call.reference, numbers[row], native.cold_addresses(row, tensors))
+    return call.end()
 
 
 def _is_native(
@@ -198,7 +198,7 @@ def _is_native(
     )
 
 
-class _Step:
+class _Call:
     """One call of the kernel: what the native code is told, and the memory behind it for as long as it lasts."""
 
     def __init__(
@@ -210,7 +210,7 @@ class _Step:
         weights = topk_weights.contiguous()
         kind = _KINDS.get(weights.dtype)
         self._weights, kind = (weights, kind) if kind is not None else (weights.float(), _KINDS[torch.float32])
-        self._told = Step(
+        self._told = LayerCall(
             form=ctypes.pointer(native.form),
             hidden=self._hidden.data_ptr(),
             weights=self._weights.data_ptr(),
@@ -256,7 +256,7 @@ class _Step:
 
 
 class _Scratch(threading.local):
-    """The memory that a thread's steps of few tokens use again and again."""
+    """The memory that a thread's calls of few tokens use again and again."""
 
     memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 

@@ -63,7 +63,7 @@ class Form(ctypes.Structure):
     )
 
 
-class Step(ctypes.Structure):
+class LayerCall(ctypes.Structure):
     """One layer's call."""
 
     _fields_ = (
@@ -96,9 +96,9 @@ class Library:
     tokens: Callable[..., None]
     """Hidden states as the first projection reads them."""
     scratch: Callable[..., int]
-    """Bytes of memory that a step needs."""
+    """Bytes of memory that a layer's call needs."""
     begin: Callable[..., None]
-    """Sorts a step's pairs."""
+    """Sorts a layer's pairs."""
     hot: Callable[..., None]
     """Outputs of all hot rows."""
     cold: Callable[..., None]
@@ -152,16 +152,16 @@ def _parallel() -> tuple[int, int]:
 
 
 def _library(found: Any) -> Library:
-    pointer, number, form, step = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(Form), ctypes.POINTER(Step)
+    pointer, number, form, layer = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(Form), ctypes.POINTER(LayerCall)
     found.experts_path.restype = ctypes.c_char_p
     found.experts_path.argtypes = (number,)
     return Library(
         tokens=_function(found.experts_tokens, (form, pointer, number, pointer)),
         scratch=_function(found.experts_scratch, (form, number, number, number), result=number),
-        begin=_function(found.experts_begin, (step,)),
-        hot=_function(found.experts_hot, (step,)),
-        cold=_function(found.experts_cold, (step, number, pointer)),
-        end=_function(found.experts_end, (step,)),
+        begin=_function(found.experts_begin, (layer,)),
+        hot=_function(found.experts_hot, (layer,)),
+        cold=_function(found.experts_cold, (layer, number, pointer)),
+        end=_function(found.experts_end, (layer,)),
         linear=_function(
             found.experts_linear,
             (form, pointer, pointer, pointer, number, pointer, number, pointer),

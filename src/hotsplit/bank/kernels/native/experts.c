@@ -1,6 +1,6 @@
 /* The routed experts of one layer, over pointers to rows, and single projections beside them, for a few tokens.
  *
- *   experts_begin    a step: which pairs belong to which expert, which rows are cold, hidden states as the path wants them
+ *   experts_begin    a call: which pairs belong to which expert, which rows are cold, hidden states as the path wants them
  *   experts_hot      the experts of hot rows
  *   experts_cold     one of a cold row, when that has arrived
  *   experts_end      pairs added in their order, so that the result has one order of adding whatever came first
@@ -223,7 +223,7 @@ static void take_outputs(void *data) {
     }
 }
 
-/* ---- a step */
+/* ---- one layer's call */
 
 /* Its scratch, which begins with the rows that its runs are of. */
 struct areas {
@@ -246,14 +246,14 @@ static char *take(char **at, int64_t num_bytes) {
     return taken;
 }
 
-/* Where the areas lie in a step's scratch; returns how many bytes they take, a line for the scratch's own address. */
-static int64_t areas_of(const struct step *step, struct areas *areas) {
-    const struct form *form = step->form;
-    const int64_t num_tokens = step->num_tokens, most_pairs = num_tokens * step->top_k, hidden_dim = form->down.outputs;
-    char *const first = (char *)(parts((int64_t)(intptr_t)step->scratch, LINE) * LINE), *at = first;
-    areas->rows = (int64_t *)take(&at, step->num_experts * 8);
-    areas->runs = (struct expert *)take(&at, step->num_experts * (int64_t)sizeof(struct expert));
-    areas->starts = (int64_t *)take(&at, (step->num_experts + 1) * 8);
+/* Where the areas lie in a layer's scratch; returns how many bytes they take, a line for the scratch's own address. */
+static int64_t areas_of(const struct layer *layer, struct areas *areas) {
+    const struct form *form = layer->form;
+    const int64_t num_tokens = layer->num_tokens, most_pairs = num_tokens * layer->top_k, hidden_dim = form->down.outputs;
+    char *const first = (char *)(parts((int64_t)(intptr_t)layer->scratch, LINE) * LINE), *at = first;
+    areas->rows = (int64_t *)take(&at, layer->num_experts * 8);
+    areas->runs = (struct expert *)take(&at, layer->num_experts * (int64_t)sizeof(struct expert));
+    areas->starts = (int64_t *)take(&at, (layer->num_experts + 1) * 8);
     areas->places = (int64_t *)take(&at, most_pairs * 8);
     areas->tokens = (int64_t *)take(&at, most_pairs * 8);
     areas->inputs = take(&at, num_tokens * input_bytes(form, &form->up));
@@ -264,17 +264,17 @@ static int64_t areas_of(const struct step *step, struct areas *areas) {
 }
 
 /* Pairs ascending by expert, then place, then token, as the exact kernel has them; sentinels have none. */
-static void sort_pairs(struct step *step, struct areas *areas) {
-    const int64_t num_experts = step->num_experts, num_all = step->num_tokens * step->top_k;
+static void sort_pairs(struct layer *layer, struct areas *areas) {
+    const int64_t num_experts = layer->num_experts, num_all = layer->num_tokens * layer->top_k;
     int64_t *starts = areas->starts;
     memset(starts, 0, (size_t)(num_experts + 1) * sizeof *starts);
     for (int64_t i = 0; i < num_all; i++)
-        if (step->ids[i] >= 0 && step->ids[i] < num_experts) starts[step->ids[i] + 1]++;
+        if (layer->ids[i] >= 0 && layer->ids[i] < num_experts) starts[layer->ids[i] + 1]++;
     for (int64_t e = 0; e < num_experts; e++) starts[e + 1] += starts[e];
-    step->num_pairs = starts[num_experts];
-    for (int64_t place = 0; place < step->top_k; place++)
-        for (int64_t token = 0; token < step->num_tokens; token++) {
-            const int64_t at = token * step->top_k + place, id = step->ids[at];
+    layer->num_pairs = starts[num_experts];
+    for (int64_t place = 0; place < layer->top_k; place++)
+        for (int64_t token = 0; token < layer->num_tokens; token++) {
+            const int64_t at = token * layer->top_k + place, id = layer->ids[at];
             if (id < 0 || id >= num_experts) continue;
             areas->places[starts[id]] = at;
             areas->tokens[starts[id]++] = token; /* leaves starts one expert further on */
@@ -282,42 +282,42 @@ static void sort_pairs(struct step *step, struct areas *areas) {
 }
 
 /* One run per expert that has pairs: those of hot rows in front, with their addresses, those of cold ones behind. */
-static void find_rows(struct step *step, struct areas *areas) {
-    step->num_hot = step->num_cold = step->num_unknown = 0;
+static void find_rows(struct layer *layer, struct areas *areas) {
+    layer->num_hot = layer->num_cold = layer->num_unknown = 0;
     for (int is_cold = 0; is_cold < 2; is_cold++)
-        for (int64_t e = 0; e < step->num_experts; e++) {
+        for (int64_t e = 0; e < layer->num_experts; e++) {
             const int64_t first = e == 0 ? 0 : areas->starts[e - 1], count = areas->starts[e] - first;
             if (count == 0) continue;
-            const int64_t row = step->rows[areas->places[first]];
-            if ((row >= step->first_cold) != is_cold) continue;
-            const int64_t number = step->num_hot + step->num_cold;
+            const int64_t row = layer->rows[areas->places[first]];
+            if ((row >= layer->first_cold) != is_cold) continue;
+            const int64_t number = layer->num_hot + layer->num_cold;
             struct expert *run = areas->runs + number;
             areas->rows[number] = row;
             run->first = first;
             run->count = count;
             if (is_cold) {
-                step->num_cold++;
+                layer->num_cold++;
                 continue;
             }
-            memcpy(run, step->addresses[row], sizeof step->addresses[row]);
-            step->num_unknown += run->up == NULL;
-            step->num_hot++;
+            memcpy(run, layer->addresses[row], sizeof layer->addresses[row]);
+            layer->num_unknown += run->up == NULL;
+            layer->num_hot++;
         }
 }
 
 /* Outputs of some runs' pairs, unweighted. */
-static void compute(const struct step *step, const struct areas *areas, const struct expert *runs, int64_t num_runs) {
-    const struct form *form = step->form;
-    const int64_t threads = step->parallel == NULL ? 1 : step->num_threads;
+static void compute(const struct layer *layer, const struct areas *areas, const struct expert *runs, int64_t num_runs) {
+    const struct form *form = layer->form;
+    const int64_t threads = layer->parallel == NULL ? 1 : layer->num_threads;
     struct call call = {.form = form, .experts = runs, .num_experts = num_runs, .tokens = areas->tokens,
                         .inputs = areas->inputs, .inner = areas->inner, .outputs = areas->outputs};
     if (num_runs == 0) return;
     call.unit = inner_of_unit;
     call.width = unit_of(inner_dim(form) * num_runs, threads, FEW_INNER, MANY_INNER, form->up.is_transposed);
-    share(&call, inner_dim(form), threads, step->parallel);
+    share(&call, inner_dim(form), threads, layer->parallel);
     call.unit = outputs_of_unit;
     call.width = unit_of(form->down.outputs * num_runs, threads, FEW_OUTPUTS, MANY_OUTPUTS, form->down.is_transposed);
-    share(&call, form->down.outputs, threads, step->parallel);
+    share(&call, form->down.outputs, threads, layer->parallel);
 }
 
 /* ---- what fast.py and fast_linear.py call */
@@ -352,52 +352,52 @@ void experts_tokens(const struct form *form, const void *hidden_states, int64_t 
     }
 }
 
-/* How many bytes of scratch a step needs. */
+/* How many bytes of scratch a layer's call needs. */
 int64_t experts_scratch(const struct form *form, int64_t num_tokens, int64_t top_k, int64_t num_experts) {
-    struct step step = {.form = form, .num_tokens = num_tokens, .top_k = top_k, .num_experts = num_experts};
+    struct layer layer = {.form = form, .num_tokens = num_tokens, .top_k = top_k, .num_experts = num_experts};
     struct areas areas;
-    return areas_of(&step, &areas);
+    return areas_of(&layer, &areas);
 }
 
-/* Sorts the pairs and prepares the tokens. Which runs are hot, cold, or hot at an address that is not known yet, the step
+/* Sorts the pairs and prepares the tokens. Which runs are hot, cold, or hot at an address that is not known yet, the layer
  * says afterwards; the latter are for the caller to fill in before it begins once more. */
-void experts_begin(struct step *step) {
+void experts_begin(struct layer *layer) {
     struct areas areas;
-    areas_of(step, &areas);
-    sort_pairs(step, &areas);
-    find_rows(step, &areas);
-    if (step->num_unknown == 0) experts_tokens(step->form, step->hidden, step->num_tokens, areas.inputs);
+    areas_of(layer, &areas);
+    sort_pairs(layer, &areas);
+    find_rows(layer, &areas);
+    if (layer->num_unknown == 0) experts_tokens(layer->form, layer->hidden, layer->num_tokens, areas.inputs);
 }
 
 /* Outputs of the pairs of all hot rows. */
-void experts_hot(const struct step *step) {
+void experts_hot(const struct layer *layer) {
     struct areas areas;
-    areas_of(step, &areas);
-    compute(step, &areas, areas.runs, step->num_hot);
+    areas_of(layer, &areas);
+    compute(layer, &areas, areas.runs, layer->num_hot);
 }
 
 /* Outputs of the pairs of one cold row: the number-th, whose tensors lie at these addresses now. */
-void experts_cold(const struct step *step, int64_t number, const void *const addresses[NUM_ADDRESSES]) {
+void experts_cold(const struct layer *layer, int64_t number, const void *const addresses[NUM_ADDRESSES]) {
     struct areas areas;
-    areas_of(step, &areas);
-    struct expert *run = areas.runs + step->num_hot + number;
+    areas_of(layer, &areas);
+    struct expert *run = areas.runs + layer->num_hot + number;
     memcpy(run, addresses, NUM_ADDRESSES * sizeof *addresses);
-    compute(step, &areas, run, 1);
+    compute(layer, &areas, run, 1);
 }
 
 /* Every token's weighted outputs, added pair by pair and rounded once. */
-void experts_end(const struct step *step) {
-    const struct path *path = path_at(step->form->path);
-    const int64_t width = step->form->down.outputs, size = bytes_of(step->form->token_kind);
+void experts_end(const struct layer *layer) {
+    const struct path *path = path_at(layer->form->path);
+    const int64_t width = layer->form->down.outputs, size = bytes_of(layer->form->token_kind);
     struct areas areas;
-    areas_of(step, &areas);
-    memset(areas.sums, 0, (size_t)(step->num_tokens * width) * 4);
-    for (int64_t n = 0; n < step->num_pairs; n++) {
-        const float weight = number_at(step->weight_kind, step->weights, areas.places[n]);
+    areas_of(layer, &areas);
+    memset(areas.sums, 0, (size_t)(layer->num_tokens * width) * 4);
+    for (int64_t n = 0; n < layer->num_pairs; n++) {
+        const float weight = number_at(layer->weight_kind, layer->weights, areas.places[n]);
         path->add(areas.sums + areas.tokens[n] * width, weight, areas.outputs + n * width, width);
     }
-    for (int64_t t = 0; t < step->num_tokens; t++)
-        put_outputs(step->form, areas.sums + t * width, width, (char *)step->out + t * width * size);
+    for (int64_t t = 0; t < layer->num_tokens; t++)
+        put_outputs(layer->form, areas.sums + t * width, width, (char *)layer->out + t * width * size);
 }
 
 /* One projection: form's first, with the bias that it may have. */

@@ -35,7 +35,7 @@ struct form {
     double limit, slope, shift;
 };
 
-/* One expert of a call: its addresses come first, in the order of step.addresses. */
+/* One expert of a call: its addresses come first, in the order of layer.addresses. */
 enum { NUM_ADDRESSES = 6 };
 struct expert {
     const void *up, *up_scale, *up_bias, *down, *down_scale, *down_bias;
@@ -45,7 +45,7 @@ struct expert {
 typedef void (*parallel_function)(void (*work)(void *), void *data, unsigned num_threads, unsigned flags);
 
 /* One layer's call: a run is an expert with its pairs. */
-struct step {
+struct layer {
     const struct form *form;
     const int64_t *ids, *rows;   /* [T, K], of experts and where they lie */
     const void *hidden;          /* [T, D], of the tokens' kind */

@@ -42,6 +42,8 @@ class GpuMeasured:
 
     rates: dict[str, Fact[float]]
     """Bytes per second."""
+    has_locked: bool = False
+    """Whether its driver locked the host memory that was copied from; a rate that is left unknown tells nothing of that."""
     memory_bytes: int | None = None
     """As CUDA has it."""
     link: Link | None = None
@@ -219,7 +221,13 @@ def by_place(found: LinkRates) -> Measured:
         for name, rate in zip(GPU_RATES, (gpu.hbm, gpu.dma, gpu.in_place), strict=True):
             rates[name], said = checked(name, rate)
             notices += said
-        gpus[gpu.bus_id] = GpuMeasured(rates=rates, memory_bytes=gpu.memory_bytes, link=gpu.link, cuda_index=i)
+        gpus[gpu.bus_id] = GpuMeasured(
+            rates=rates,
+            has_locked=gpu.dma.value is not None,
+            memory_bytes=gpu.memory_bytes,
+            link=gpu.link,
+            cuda_index=i,
+        )
     return Measured(
         memory=MemoryRates(total=unknown("not asked for")),
         disk=unknown("not asked for"),

@@ -137,8 +137,13 @@ def notices_of(survey: Survey, measured: Measured) -> list[Notice]:
         text = f"CUDA does not see GPU {', '.join(hidden)}: the rates file leaves them out (CUDA_VISIBLE_DEVICES)"
         notices.append(Notice(name="gpus-not-visible", text=text, strict=False))
     binding = survey.budget.binding
-    locked = any(one.rates["dma_h2d_bytes_per_s"].value is not None for one in measured.gpus.values())
-    if locked and binding is not None and binding.name == MEMLOCK and (binding.room.value or 0) < LEAST_LOCKED_BYTES:
+    has_locked = any(one.has_locked for one in measured.gpus.values())
+    if (
+        has_locked
+        and binding is not None
+        and binding.name == MEMLOCK
+        and (binding.room.value or 0) < LEAST_LOCKED_BYTES
+    ):
         text = f"the driver locked more than the {size_text(binding.room.value or 0)} that ulimit -l leaves"
         more = "it does not count for the driver on this host, and more than the host budget may be had"
         notices.append(Notice(name="lock-limit-not-counted", text=f"{text}: {more}", strict=False))

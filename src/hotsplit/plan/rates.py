@@ -28,7 +28,9 @@ VERSION = 1
 MEMORY_RANGE = (1e9, 2e13)
 """Bytes per second that a memory can have."""
 LINK_RANGE = (1e8, 1e12)
-"""Bytes per second that a link, or a disk, can have."""
+"""Bytes per second that a link can have."""
+DISK_RANGE = (1e6, 1e12)
+"""Bytes per second that a disk can have, one that turns, or lies behind a network, or is busy."""
 GIGA = 1e9
 """Rates are spoken of in GB/s, 10^9 bytes per second, as data sheets do; sizes are in GiB."""
 _RANGES = {
@@ -37,7 +39,7 @@ _RANGES = {
     "dma_h2d_bytes_per_s": LINK_RANGE,
     "in_place_bytes_per_s": LINK_RANGE,
     "all_gpus_h2d_bytes_per_s": (LINK_RANGE[0], MEMORY_RANGE[1]),  # one slow link, or many fast ones together
-    "disk_bytes_per_s": LINK_RANGE,
+    "disk_bytes_per_s": DISK_RANGE,
 }
 _LEAST = {"index": 0, "memory_bytes": 1, "numa_node": -1}
 """The whole numbers of the file and their least values; a node of -1 is how Linux says that there is none."""

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from hotsplit.data import tiny_moe_path
 
-# Deadlines measure the machine, not the code. Derandomised: a run of CI and a run on a laptop try the same examples.
-settings.register_profile("hotsplit", deadline=None, derandomize=True, print_blob=True)
+# Deadlines, and how fast examples are drawn, measure the machine, not the code. Derandomised: a run of CI and a run on a laptop try the same examples.
+settings.register_profile(
+    "hotsplit", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("hotsplit")
 
 _NEEDED = {"gpu": "torch", "vllm": "vllm", "transformers": "transformers"}

@@ -15,6 +15,7 @@ from hotsplit.plan.histogram import Histogram, PhaseCounts, save_histogram
 from hotsplit.plan.identity import ModelIdentity
 from hotsplit.plan.trace import Trace, save_trace
 from model_configs import DEEPSEEK_V3
+from patience import LIMIT_S
 
 TINY = ModelIdentity(model_type="qwen3_moe", layers=(0, 1, 2, 3), num_experts=32, top_k=4)
 """Of the bundled model."""
@@ -48,11 +49,12 @@ def scaled(words: list[str], *, url: str) -> list[str]:
 
 
 def shortened(words: list[str]) -> list[str]:
-    """The same with less traffic where a page leaves its amount open: what is shown here is that it runs."""
+    """The same with less traffic, and more patience, where a page leaves it open: what is shown here is that it runs."""
     given = {word.partition("=")[0] for word in words}
     short = {
         "profile": {"--max-prompts": "4", "--prompt-tokens": "24", "--decode-tokens": "12"},
         "run": {"--max-new-tokens": "8"},
+        "top": {"--timeout": str(LIMIT_S)},
     }
     more = [
         part for option, value in short.get(words[0], {}).items() if option not in given for part in (option, value)

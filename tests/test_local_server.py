@@ -17,7 +17,7 @@ TESTS = Path(__file__).parent
 def test_all_clients_of_a_test_find_room_while_the_server_lets_nobody_in():
     with LocalServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server, contextlib.ExitStack() as stack:
         for _ in range(CLIENTS):
-            stack.enter_context(socket.create_connection(server.server_address, timeout=5))
+            stack.enter_context(socket.create_connection(server.server_address, timeout=60))
 
 
 def test_no_test_has_a_server_with_less_room():

@@ -8,8 +8,7 @@ import random
 import signal
 import sys
 
-LIMIT_S = 10
-"""From which on it is a hang."""
+from patience import LIMIT_S
 
 
 def cut_off(call, *, at, modules, by=None):

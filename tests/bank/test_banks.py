@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from hotsplit.bank.kernels.exact import ExpertMath
 from hotsplit.bank.pointers import PointerRows
 from hotsplit.errors import BankError, ConfigError
 from hotsplit.plan.rebalance import RebalanceOptions
+from patience import LIMIT_S, until
 
 E = 6
 HOT = [(2, 0), (3, 1)]
@@ -80,11 +80,7 @@ def step(banks, source, *, favourite=None, seed=0, num_tokens=5, phase="decode",
 def settle(banks):
     """Count the last step, update if it is time, then tick until no swap is queued or in flight."""
     banks.tick()
-    deadline = time.monotonic() + 20
-    while not banks.live._swapper.is_idle():
-        assert time.monotonic() < deadline
-        banks.tick()
-        time.sleep(0.001)
+    until(lambda: banks.live._swapper.is_idle() or banks.tick())
 
 
 @pytest.mark.parametrize("hot", [[(), ()], [(2, 0), ()], [(5,), (0, 1, 2, 3, 4, 5)], [tuple(range(E))] * 2])
@@ -233,7 +229,7 @@ def test_a_copy_that_fails_once_is_tried_again_and_comes_in(make, source, monkey
 def test_an_update_that_finds_a_swap_in_flight_is_refused_and_waits_for_nothing(make, source, monkeypatch):
     banks = make(dyn_steps=1, max_swaps=1)
     go, fill = threading.Event(), PointerRows.fill
-    monkeypatch.setattr(PointerRows, "fill", lambda *args, **kwargs: (go.wait(30), fill(*args, **kwargs))[1])
+    monkeypatch.setattr(PointerRows, "fill", lambda *args, **kwargs: (go.wait(LIMIT_S), fill(*args, **kwargs))[1])
     try:
         for seed in range(5):
             step(banks, source, seed=seed, favourite=4)

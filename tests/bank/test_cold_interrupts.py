@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 
 from bank.interrupts import Signals, cut_off
 from bank.toy_source import same, toy_source
-from hotsplit.bank import cold_reads, staging, workers
+from hotsplit.bank import cold_answers, cold_reads, staging, workers
 from hotsplit.bank.build import build_pointer_rows, place_layers
 from hotsplit.bank.cold_choice import slot_needs
 from hotsplit.bank.cold_reads import ColdRows
@@ -22,6 +21,7 @@ from hotsplit.bank.pointers import RowsOptions
 from hotsplit.bank.staging import Staging
 from hotsplit.bank.workers import Workers
 from hotsplit.errors import BankError
+from patience import LIMIT_S, until
 
 E, SLOTS = 6, 3
 
@@ -59,7 +59,7 @@ def read(rows, source, wanted, *, layer_id=0):
 
     thread = threading.Thread(target=turn, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(LIMIT_S)
     assert not thread.is_alive(), "a hang"
     assert sorted(wanted) == sorted(found)
 
@@ -114,23 +114,27 @@ def test_an_interrupt_at_any_instruction_leaves_rows_that_can_be_read(direct, so
     at, is_inside = 0, True
     while is_inside:
         wanted = [at % E, (at + 1 + at % 2) % E]
-        is_inside = cut_off(partial(take, direct, wanted), at=at, modules=[cold_reads, staging, workers])
+        is_inside = cut_off(partial(take, direct, wanted), at=at, modules=[cold_answers, cold_reads, staging, workers])
         if at % 2:
-            cut_off(partial(take, direct, wanted), at=97 * at % 400, modules=[cold_reads, staging, workers])
+            cut_off(
+                partial(take, direct, wanted), at=97 * at % 400, modules=[cold_answers, cold_reads, staging, workers]
+            )
         read(direct, source, wanted)
         read(direct, source, [(at + 3) % E, (at + 4) % E, at % E])
         at += 1
     assert at > 200
 
 
-def test_thousands_of_signals_leave_rows_that_can_be_read(direct, source):
+def test_more_than_a_thousand_signals_leave_rows_that_can_be_read(direct, source):
     with Signals(seed=2) as signals:
-        for turn in range(2500):
+        for turn in range(50_000):
+            if signals.num_hits > 1300:  # of how many tries depends on how fast this machine is
+                break
             wanted = [turn % E, (turn + 1 + turn % 3) % E]
             signals.during(partial(take, direct, wanted), within_s=4e-4)
             if turn % 5 == 0:
                 read(direct, source, wanted, layer_id=turn % 2)
-    assert signals.num_hits > 1000
+    assert signals.num_hits > 1300
     read(direct, source, [0, 1, 2])
 
 
@@ -138,10 +142,7 @@ def test_a_read_that_an_interrupt_kept_from_the_threads_gets_there_with_the_next
     interrupt_once(monkeypatch, Workers, "do")
     with pytest.raises(KeyboardInterrupt):
         direct.ask(0, [0])
-    end = time.monotonic() + 10
-    while direct._cold._reading:  # and keeps its slot so long
-        assert time.monotonic() < end
-        direct.ask(0, [])
+    until(lambda: direct.ask(0, []) or not direct._cold._reading)  # and keeps its slot so long
 
 
 def test_a_read_that_threads_were_given_twice_is_done_once(direct, source, monkeypatch):
@@ -165,12 +166,16 @@ def test_a_slot_that_an_interrupt_has_lost_is_found_again(direct, source):
 
 def test_a_signal_ends_the_wait_for_a_row_and_the_row_can_be_had_later(direct, source, monkeypatch):
     go, real = threading.Event(), Staging.read
-    monkeypatch.setattr(Staging, "read", lambda *arguments: (go.wait(10), real(*arguments))[1])
+    monkeypatch.setattr(Staging, "read", lambda *arguments: (go.wait(LIMIT_S), real(*arguments))[1])
     direct.ask(0, [1, 2])
     timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
+
+    def wait():
+        timer.start()  # not before: it may come before the wait has begun
         list(direct.arrivals(0, [1, 2]))
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
     timer.join()
     go.set()
     read(direct, source, [2, 1, 3])
@@ -251,7 +256,8 @@ def test_many_models_in_threads_of_one_process_keep_their_rows_apart(tmp_path):
     for one in models:
         one.start()
     for one in models:
-        one.join(30)
+        one.join(LIMIT_S)
+    assert not any(one.is_alive() for one in models), "a hang"
     assert [] == failures
 
 

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bank.toy_source import same, toy_source
+from hotsplit.bank import workers
 from hotsplit.bank.build import build_pointer_rows, place_layers
 from hotsplit.bank.cold_choice import slot_needs
 from hotsplit.bank.direct import DirectFiles, DirectReader
@@ -22,6 +23,7 @@ from hotsplit.bank.mapped import MappedFiles
 from hotsplit.bank.pointers import RowsOptions
 from hotsplit.bank.staging import Staging
 from hotsplit.errors import BankError
+from patience import LIMIT_S
 
 E = 6
 
@@ -71,7 +73,7 @@ def slowly(patch, *, until=None, failing=(), dice=None):
     def around(real):
         def read(*arguments):
             if until is not None:
-                until.wait(10)
+                until.wait(LIMIT_S)
             elif dice is not None:
                 time.sleep(dice.random() / 2000)
             if next(numbers) in failing:
@@ -188,14 +190,15 @@ def test_closing_ends_a_wait_in_another_thread(sources, way, absent, monkeypatch
     rows.ask(0, range(E))
     waiting = threading.Thread(target=wait)
     waiting.start()
-    timer = threading.Timer(0.05, go.set)
-    timer.start()
+    # The reads under way go on when whoever closes waits for them and has given the others up.
+    leave = workers._Seat.leave
+    monkeypatch.setattr(workers._Seat, "leave", lambda seat: (seat.has_thread and go.set(), leave(seat)))
     rows.close()
-    waiting.join(10)
+    go.set()
+    waiting.join(LIMIT_S)
     assert not waiting.is_alive()
     assert ["the banks are closed: load the model again"] == found
     assert [] == threads()
-    timer.join()
 
 
 def test_a_forked_process_reads_with_threads_of_its_own(sources, way, absent):
@@ -230,7 +233,9 @@ def programs(draw):
     way=st.sampled_from(list(WAYS.values())),
     is_split=st.booleans(),
 )
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_any_interleaving_gives_each_row_its_own_bytes_or_an_error(sources, program, seed, failing, way, is_split):
     source, dice = sources[is_split], random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:

@@ -17,6 +17,7 @@ from hotsplit.bank.cpu import CpuSwapBackend
 from hotsplit.bank.pointers import PointerRows
 from hotsplit.bank.route import Router
 from hotsplit.errors import BankError, SwapError
+from patience import LIMIT_S, set_when
 
 HOT = [(2, 0), (3,)]
 
@@ -112,7 +113,7 @@ def in_time(backend):
     """Wait for the last copy in a thread: a hang is what is looked for."""
     thread = threading.Thread(target=wait, args=(backend, backend.record("side")), daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(LIMIT_S)
     assert not thread.is_alive(), "a hang"
 
 
@@ -162,16 +163,14 @@ def test_where_no_thread_can_be_started_the_caller_copies(made, monkeypatch):
 def test_after_closing_there_are_no_copies_and_those_that_waited_are_told_as_failed(made, monkeypatch):
     backend, _, layers, _, _ = made
     go, began, fill = threading.Event(), threading.Event(), PointerRows.fill
-    slow = lambda *args, **kwargs: (began.set(), go.wait(10), fill(*args, **kwargs))[2]  # noqa: E731
+    slow = lambda *args, **kwargs: (began.set(), go.wait(LIMIT_S), fill(*args, **kwargs))[2]  # noqa: E731
     monkeypatch.setattr(PointerRows, "fill", slow)
     copy_of(backend, layers, 1)
-    assert began.wait(10)
+    assert began.wait(LIMIT_S)
     copy_of(backend, layers, 3)
     waiting = backend.record("side")
-    timer = threading.Timer(0.05, go.set)
-    timer.start()
+    set_when(go, lambda: waiting.is_done)  # it has been given up
     backend.close()
-    timer.join()
     with pytest.raises(SwapError, match="a copy into a hot row failed: got the banks are closed"):
         backend.query(waiting)
     with pytest.raises(BankError, match="the banks are closed"):

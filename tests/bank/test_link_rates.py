@@ -192,7 +192,7 @@ def test_the_link_is_read_while_copies_run():
 
     def read_link(bus_id):
         before = opened[0].copied
-        for _ in range(1000):
+        for _ in range(12_000):
             if opened[0].copied > before:
                 break
             threading.Event().wait(0.005)

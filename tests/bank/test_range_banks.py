@@ -18,6 +18,7 @@ from hotsplit.bank.range_banks import RangeBankOptions, RangeBanks
 from hotsplit.bank.range_rows import RangeRows
 from hotsplit.bank.ranges import BankFile
 from hotsplit.bank.rows import place
+from hotsplit.bank.workers import Job
 from hotsplit.errors import BankError
 from hotsplit.metrics import UpdateLine
 from hotsplit.plan.rebalance import RebalanceOptions
@@ -225,7 +226,9 @@ def shifting(num_steps, *, seed=3):
 
 def settle(bank):
     """Wait for the copies under way: the machine of a test may be slow, and its steps are very short."""
-    bank.banks._swaps._worker.submit(lambda: None).result(timeout=60)
+    job = Job(lambda: None)
+    assert bank.banks._swaps._worker.do(job)
+    job.result()
 
 
 def test_experts_stay_whole_in_every_step_while_they_move_both_ways(make):

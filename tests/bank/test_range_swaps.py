@@ -16,7 +16,9 @@ from hotsplit.bank.ranges import BankFile
 from hotsplit.bank.route import Router
 from hotsplit.bank.rows import place
 from hotsplit.bank.swap import SwapBackend, Swapper
+from hotsplit.bank.workers import Job
 from hotsplit.errors import BankError, SwapError
+from patience import LIMIT_S, set_when
 
 NUM_EXPERTS = 6
 HOT = [(4, 1), (0, 3, 5), (2,)]
@@ -58,7 +60,9 @@ class Bank:
 
     def settle(self):
         """Wait for the copies under way, then tick."""
-        self.backend._worker.submit(lambda: None).result(timeout=60)
+        job = Job(lambda: None)
+        assert self.backend._worker.do(job)
+        job.result()
         return self.swapper.tick()
 
     def close(self):
@@ -243,7 +247,7 @@ def test_the_steps_of_these_tests_would_see_a_row_that_is_published_before_it_is
 
 def test_an_event_is_not_done_before_its_copy_and_waiting_for_it_is(bank, monkeypatch):
     go, copy_row = threading.Event(), RangeRows.copy_row
-    monkeypatch.setattr(RangeRows, "copy_row", lambda *args, **kwargs: (go.wait(60), copy_row(*args, **kwargs))[1])
+    monkeypatch.setattr(RangeRows, "copy_row", lambda *args, **kwargs: (go.wait(LIMIT_S), copy_row(*args, **kwargs))[1])
     before = bank.backend.record("side")
     bank.backend.copy("side", layer_id=0, source_row=5, target_row=2)
     event = bank.backend.record("side")
@@ -258,7 +262,7 @@ def test_an_event_is_not_done_before_its_copy_and_waiting_for_it_is(bank, monkey
 
 def test_the_compute_stream_is_always_done(bank, monkeypatch):
     go, copy_row = threading.Event(), RangeRows.copy_row
-    monkeypatch.setattr(RangeRows, "copy_row", lambda *args, **kwargs: (go.wait(60), copy_row(*args, **kwargs))[1])
+    monkeypatch.setattr(RangeRows, "copy_row", lambda *args, **kwargs: (go.wait(LIMIT_S), copy_row(*args, **kwargs))[1])
     bank.backend.copy("side", layer_id=0, source_row=5, target_row=2)
     assert bank.backend.query(bank.backend.record("compute"))
     go.set()
@@ -318,7 +322,7 @@ def test_closing_finishes_the_copy_under_way_and_gives_the_queued_ones_up(bank, 
 
     def slow(*args, **kwargs):
         begun.set()
-        go.wait(60)
+        go.wait(LIMIT_S)
         return copy_row(*args, **kwargs)
 
     monkeypatch.setattr(RangeRows, "copy_row", slow)
@@ -326,8 +330,8 @@ def test_closing_finishes_the_copy_under_way_and_gives_the_queued_ones_up(bank, 
     for _ in range(2):
         bank.backend.copy("side", layer_id=0, source_row=5, target_row=2)
         events.append(bank.backend.record("side"))
-    begun.wait(60)
-    threading.Timer(0.05, go.set).start()
+    assert begun.wait(LIMIT_S)
+    set_when(go, lambda: events[1].is_done)  # it has been given up
     bank.backend.close()
     bank.backend.close()
     assert bank.backend.query(events[0])

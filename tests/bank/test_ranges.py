@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -435,11 +436,11 @@ def test_a_disk_without_room_tells_what_is_free_and_what_is_wanted(file, monkeyp
 
     held = file.take(2 << 20)
     monkeypatch.setattr(os, "posix_fallocate", no_room)
+    answer_statvfs(monkeypatch, free=1 << 20)
     with pytest.raises(BankError) as caught:
         file.take(3 << 20)
     monkeypatch.undo()
-    found = os.statvfs(file.folder)
-    assert abs(found.f_bavail * found.f_frsize - caught.value.free_bytes) < 1 << 30, "the disk is others' too"
+    assert 1 << 20 == caught.value.free_bytes
     assert 3 << 20 == caught.value.wanted_bytes
     message = str(caught.value)
     assert f"bank file in {file.folder}: got " in message
@@ -523,10 +524,19 @@ def test_a_kill_leaves_nothing_behind(tmp_path):
     assert [] == list(tmp_path.iterdir())
 
 
-def test_free_bytes_are_those_of_the_disk_also_of_a_folder_to_come(tmp_path):
-    found = os.statvfs(tmp_path)
+def answer_statvfs(monkeypatch, *, free):
+    """Say that a disk has so much room, whatever others write to it meanwhile; returns the folders asked for."""
+    asked, room = [], free // PAGE
+    found = SimpleNamespace(f_bavail=room, f_frsize=PAGE, f_bfree=2 * room, f_bsize=2 * PAGE)
+    monkeypatch.setattr(os, "statvfs", lambda path: asked.append(path) or found)
+    return asked
+
+
+def test_free_bytes_are_those_of_the_disk_also_of_a_folder_to_come(tmp_path, monkeypatch):
+    asked = answer_statvfs(monkeypatch, free=3 << 20)
     for folder in (tmp_path, tmp_path / "not" / "yet"):
-        assert abs(found.f_bavail * found.f_frsize - free_bytes(folder)) < 1 << 30, "the disk is others' too"
+        assert 3 << 20 == free_bytes(folder)
+    assert [tmp_path, tmp_path] == asked
 
 
 def test_a_disk_that_cannot_be_seen_is_one_clear_error(tmp_path, monkeypatch):

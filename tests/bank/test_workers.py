@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
 from functools import partial
 
 import pytest
@@ -14,9 +13,9 @@ from bank.interrupts import Signals, cut_off
 from hotsplit.bank import workers as module
 from hotsplit.bank.workers import Job, Workers
 from hotsplit.errors import BankError
+from patience import LIMIT_S, set_when, until
 
 NAME = "hotsplit-toy"
-LIMIT_S = 10
 
 
 @pytest.fixture
@@ -29,13 +28,6 @@ def one():
 
 def threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith(NAME)]
-
-
-def until(condition):
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end, "a hang"
-        time.sleep(0.001)
 
 
 def in_time(call):
@@ -129,7 +121,7 @@ def test_closing_finishes_what_is_under_way_and_gives_the_rest_up_or_not(forget)
     made.do(first)
     made.do(second)
     assert began.wait(LIMIT_S)
-    threading.Timer(0.05, go.set).start()
+    set_when(go, lambda: second.is_done or not forget)  # not before it has been given up
     made.close(forget=forget)
     made.close()
     assert [] == threads()

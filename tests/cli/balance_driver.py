@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from hotsplit.cli import serving
+from hotsplit.cli import openai_client, serving
 from hotsplit.cli.main import main
+from patience import LIMIT_S
 
 FAKE = Path(__file__).parent / "fake_openai.py"
 
@@ -28,12 +29,13 @@ def fake_prepare(mode):
             notices=(),
             arguments=arguments,
             environ=dict(task.environ),
-            ready_timeout_s=30,
+            ready_timeout_s=LIMIT_S,
         )
 
     return prepare
 
 
 if __name__ == "__main__":
+    openai_client._QUESTION_S = LIMIT_S
     serving.prepare = fake_prepare(sys.argv.pop(1))
     main()

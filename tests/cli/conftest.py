@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hotsplit.cli import openai_client
 from hotsplit.cli.main import main
 from hotsplit.data import text_path, tiny_moe_path
 from hotsplit.plan.histogram import Histogram, PhaseCounts, save_histogram
 from hotsplit.plan.identity import ModelIdentity
+from patience import LIMIT_S
 
 TINY = ModelIdentity(model_type="qwen3_moe", layers=(0, 1, 2, 3), num_experts=32, top_k=4)
 """Of the bundled model."""
@@ -42,6 +44,12 @@ class Result:
 
 
 Cli = Callable[..., Result]
+
+
+@pytest.fixture(autouse=True)
+def patient_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of the tests may be as busy as this machine: only a hang is one."""
+    monkeypatch.setattr(openai_client, "_QUESTION_S", LIMIT_S)
 
 
 @pytest.fixture(scope="session")

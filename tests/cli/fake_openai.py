@@ -28,6 +28,8 @@ LAYERS, EXPERTS, TOP_K = (0, 1, 2, 3), 32, 4
 """Of the bundled model."""
 PREFILL_TOKENS = 5
 PHASES = ("decode", "prefill")
+SLOW_FROM, SLOW_S = 24, 5.0
+"""Generations of a slow server take so long from there on."""
 
 
 def liking(topic, *, layer, experts):
@@ -165,9 +167,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.fake.bodies.append(body)
-        self.fake.paths.append(self.path)
-        action = self.fake.behave(len(self.fake.bodies), body)
+        with self.fake._lock:  # the number of a generation is its place among the bodies
+            self.fake.bodies.append(body)
+            self.fake.paths.append(self.path)
+            number = len(self.fake.bodies)
+        action = self.fake.behave(number, body)
         if action is None:
             self.fake.count(body)
             usage = {"prompt_tokens": PREFILL_TOKENS, "completion_tokens": body["max_tokens"]}
@@ -181,7 +185,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.reply(200, b"<html>")
         else:
             if action == "hang":
-                self.fake._ended.wait(60)
+                self.fake._ended.wait()
             self.close_connection = True
             self.connection.close()
 
@@ -198,7 +202,8 @@ def main(port, state_dir, mode):
     Args:
         port: Where.
         state_dir: HOTSPLIT_STATE_DIR.
-        mode: "ok", "slow", "die" after 30 generations, "never" become ready, "stock".
+        mode: "ok", "slow" (from some generation on, so that nobody who is to be interrupted comes to the end before),
+            "die" after 30 generations, "never" become ready, "stock".
     """
     say("INFO the fake server starts")
     if mode == "never":
@@ -208,7 +213,7 @@ def main(port, state_dir, mode):
     def behave(number, _body):
         if mode == "slow":
             say(f"INFO generation {number}")
-            time.sleep(0.03)
+            time.sleep(0.03 if number < SLOW_FROM else SLOW_S)
         if mode == "die" and number > 30:
             say("RuntimeError: the engine has died of a cause")
             os._exit(7)

@@ -16,6 +16,7 @@ from hotsplit.cli.openai_client import OpenAIClient
 from hotsplit.cli.run_counts import CountedRun, RunCounts, histogram_of, join_ranks, parallel_of, require_model
 from hotsplit.errors import EngineError, HistogramError
 from hotsplit.metrics import MetricsSnapshot
+from patience import LIMIT_S
 from plan_builders import sizes_of
 
 SIZES = sizes_of([100, 100], num_experts=3, top_k=2, first_layer=3)
@@ -123,7 +124,7 @@ def test_two_that_ask_at_once_are_both_answered(tmp_path):
         found = []
 
         def read():
-            run = CountedRun(server.run_dir, timeout_s=20)
+            run = CountedRun(server.run_dir, timeout_s=LIMIT_S)
             found.extend(run.counts().tokens["decode"] for _ in range(5))
 
         threads = [threading.Thread(target=read) for _ in range(2)]
@@ -142,8 +143,8 @@ def test_a_run_that_is_dead_ends_the_wait(tmp_path):
         server.is_answering = False
         began = time.monotonic()
         with pytest.raises(EngineError, match="dead"):
-            CountedRun(server.run_dir, is_alive=is_alive).counts()
-        assert time.monotonic() - began < 5
+            CountedRun(server.run_dir, is_alive=is_alive, timeout_s=10 * LIMIT_S).counts()
+        assert time.monotonic() - began < LIMIT_S
 
 
 def test_the_run_of_a_server_is_found_beside_one_that_cannot_be_read(tmp_path, monkeypatch):
@@ -154,21 +155,22 @@ def test_the_run_of_a_server_is_found_beside_one_that_cannot_be_read(tmp_path, m
         (server.run_dir / "rank-of-mine.json").write_text("{}")
         answer_all = lambda folder, rank: runs.asked(folder)  # noqa: E731
         monkeypatch.setattr("hotsplit.cli.run_counts.runs.told", answer_all)
-        connect = lambda: OpenAIClient(server.url, timeout_s=5, connections=1)  # noqa: E731
+        connect = lambda: OpenAIClient(server.url, timeout_s=LIMIT_S, connections=1)  # noqa: E731
         with running(server.url, state_dir=tmp_path, connect=connect) as target:
             assert server.run_dir == target.run.run_dir
 
 
 def test_the_run_of_a_server_is_found_beside_one_that_hangs(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "hotsplit.cli.run_counts.CountedRun.__init__.__kwdefaults__", {"is_alive": lambda: None, "timeout_s": 0.3}
-    )
     with FakeServer(tmp_path) as server:
         hanging = server.run_dir.parent / server.run_dir.name.replace("000000", "000001")
         hanging.mkdir()
         (hanging / "rank0.json").write_bytes((server.run_dir / "rank0.json").read_bytes())
         server.count({"prompt": "a", "max_tokens": 3})
         assert 2 == len(runs.live_runs(tmp_path))
-        connect = lambda: OpenAIClient(server.url, timeout_s=5, connections=1)  # noqa: E731
+        init = CountedRun.__init__
+        limit_of = lambda run_dir: 0.3 if run_dir == hanging else LIMIT_S  # noqa: E731
+        patient = lambda run, run_dir, **more: init(run, run_dir, **({"timeout_s": limit_of(run_dir)} | more))  # noqa: E731
+        monkeypatch.setattr(CountedRun, "__init__", patient)
+        connect = lambda: OpenAIClient(server.url, timeout_s=LIMIT_S, connections=1)  # noqa: E731
         with running(server.url, state_dir=tmp_path, connect=connect) as target:
             assert server.run_dir == target.run.run_dir

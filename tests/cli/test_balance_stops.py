@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,9 @@ from hotsplit.config import HotsplitConfig
 from hotsplit.data import tiny_moe_path
 from hotsplit.errors import ConfigError
 from hotsplit.plan.dialects import load_histogram
+from patience import LIMIT_S, until
 
 DRIVER = Path(__file__).parent / "balance_driver.py"
-LIMIT_S = 60
 
 
 @pytest.fixture
@@ -54,14 +53,7 @@ def start(tmp_path, traffic):
         if process.poll() is None:
             process.kill()
         process.communicate()
-    wait_until(lambda: not servers(tmp_path / "out"))  # a killed command's server ends with it
-
-
-def wait_until(condition):
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until(lambda: not servers(tmp_path / "out"))  # a killed command's server ends with it
 
 
 def servers(out):
@@ -131,7 +123,7 @@ def test_an_interrupt_ends_the_server_keeps_the_journal_and_the_next_start_goes_
     out = tmp_path / "out"
     process = start("slow")
     log = out / "server.log"
-    wait_until(lambda: log.exists() and "generation 20\n" in log.read_text())
+    until(lambda: log.exists() and "generation 20\n" in log.read_text())
     process.send_signal(number)
     _, err = process.communicate(timeout=LIMIT_S)
     assert code == process.returncode, err
@@ -153,10 +145,10 @@ def test_a_server_ends_with_its_command_also_when_that_is_killed_and_the_next_st
     out = tmp_path / "out"
     process = start("slow")
     log = out / "server.log"
-    wait_until(lambda: log.exists() and "generation 5\n" in log.read_text())
+    until(lambda: log.exists() and "generation 5\n" in log.read_text())
     process.kill()
     process.communicate()
-    wait_until(lambda: not servers(out))
+    until(lambda: not servers(out))
     process = start("ok", "--json")
     found, err = process.communicate(timeout=LIMIT_S)
     assert 0 == process.returncode, err

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import pytest
 
 from hotsplit.data import text_path
+from hotsplit.metrics import read_snapshot
+from patience import LIMIT_S, until
 
 MAIN = "from hotsplit.cli.main import main; main()"
 WITHOUT_TORCH = """
@@ -41,7 +43,7 @@ def run(*arguments, code=MAIN, **changes):
         command(*arguments, code=code),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
         env=environment(**changes),
         check=False,
     )
@@ -78,7 +80,7 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(counts):
     ) as process:
         process.stdout.close()
         error = process.stderr.read()
-        assert 0 < process.wait(timeout=60)
+        assert 0 < process.wait(timeout=LIMIT_S)
     assert b"" == error
 
 
@@ -94,7 +96,7 @@ def test_the_installed_program_answers(tiny_moe):
     done = subprocess.run(
         [sys.executable, "-c", "from importlib.metadata import entry_points as e; e(name='hotsplit')['hotsplit'].load()()",
          "plan", str(tiny_moe / "none")],
-        capture_output=True, text=True, timeout=60, env=environment(), check=False,
+        capture_output=True, text=True, timeout=LIMIT_S, env=environment(), check=False,
     )  # fmt: skip
     assert (1, "") == (done.returncode, done.stdout)
     assert done.stderr.startswith("hotsplit: model folder ")
@@ -137,7 +139,7 @@ def test_an_interrupted_profile_leaves_the_users_files_as_they_were(tiny_moe, tm
                 break
         time.sleep(0.5)  # into the traffic
         process.send_signal(signal.SIGINT)
-        out, error = process.communicate(timeout=60)
+        out, error = process.communicate(timeout=LIMIT_S)
     assert (130, "") == (process.returncode, out)
     assert "hotsplit: interrupted; nothing was left half-written" == error.strip().splitlines()[-1]
     assert "Traceback" not in error
@@ -153,10 +155,10 @@ def test_a_run_that_is_told_to_end_saves_what_it_learned(tiny_moe, tmp_path, num
         for line in process.stderr:
             if line.startswith("hotsplit is on"):
                 break
-        time.sleep(1)  # into the text
+        until(lambda: 10 <= max((read_snapshot(path).steps for path in tmp_path.rglob("rank0.json")), default=0))
         for _ in range(times):
             process.send_signal(getattr(signal, number))
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=LIMIT_S)
     assert code == process.returncode
     assert "hotsplit: ended by a signal; nothing was left half-written" in error.splitlines()
     assert "Traceback" not in error
@@ -219,7 +221,7 @@ def on_a_terminal(*arguments, columns=80):
             if not part:
                 break
             text += part
-        assert 0 == process.wait(timeout=60), text
+        assert 0 == process.wait(timeout=LIMIT_S), text
     os.close(master)
     return text.decode().replace("\r\n", "\n")
 

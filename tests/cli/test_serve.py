@@ -521,7 +521,7 @@ main()
     process = subprocess.Popen(
         [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert 7 == process.returncode, err
     assert f"{process.pid} 0.002 --port 8000" == out.splitlines()[-1]
     assert "vLLM 0 takes over this process" in err

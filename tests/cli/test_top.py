@@ -26,6 +26,7 @@ from hotsplit.cli.watch_loop import show_all
 from hotsplit.cli.watch_rates import Board
 from hotsplit.cli.watch_view import BLOCKS, PLAIN, plain, screen
 from hotsplit.cli.watching import Frame, frame_json
+from patience import LIMIT_S
 
 HOTSPLIT = Path(sys.executable).parent / "hotsplit"
 URL = "http://host:8000/metrics"
@@ -173,8 +174,24 @@ def test_a_line_has_all_ranks_as_one_in_the_update_lines_manner():
     assert "hit=none" in plain(frame_of(ranks(1)))
 
 
+def test_what_slots_kept_is_shown_where_there_are_slots_and_nowhere_else():
+    assert not any("kept" in line for line in drawn(busy(), height=50))
+    assert "kept" not in plain(busy())
+    kept = {"kept_ratio_window": 0.0}  # the last window kept nothing
+    frame = frame_of(*([snapshot(steps=steps, kept_bytes=2**20 * steps, **kept)] for steps in (100, 150, 200)))
+    lines = drawn(frame, height=50)
+    assert "25.0 %" == row(lines, "kept in slots")
+    assert lines.index(next(line for line in lines if "kept in slots" in line)) == 1 + lines.index(
+        next(line for line in lines if line.startswith("byte hit rate"))
+    )
+    assert " byte_hit=0.250 kept=0.250 window_hit=0.800 " in plain(frame)
+    quiet = frame_of(*([snapshot(steps=steps, **kept)] for steps in (100, 150)))
+    assert "0.0 %" == row(drawn(quiet, height=50), "kept in slots")
+
+
 FIGURES = {
-    "hit_ratio", "byte_hit_ratio", "hit_ratio_window", "byte_hit_ratio_window", "oracle_ratio_window",
+    "hit_ratio", "byte_hit_ratio", "kept_ratio", "hit_ratio_window", "byte_hit_ratio_window", "kept_ratio_window",
+    "oracle_ratio_window",
     "oracle_gap_ratio", "drift_ratio", "cold_bytes_per_step", "tokens_per_s", "decode_tokens_per_s",
     "prefill_tokens_per_s", "steps_per_s", "swaps", "swap_bytes_per_s", "update_failures", "update_seconds",
     "hot_bytes", "host_bytes", "budget_bytes", "span_s", "state",
@@ -216,12 +233,12 @@ def server():
 
 
 def test_once_prints_one_line_and_as_json_one_object(cli, server):
-    done = cli("top", server.url, "--once", "--interval", 0.2)
+    done = cli("top", server.url, "--timeout", LIMIT_S, "--once", "--interval", 0.2)
     assert (0, "") == (done.code, done.err)
     assert done.out.startswith("hotsplit top time=")
     assert 1 == done.out.count("\n")
     assert " state=live ranks=2 hit=0.750 " in done.out
-    found = json.loads(cli("top", f"{server.url}/v1", "--once", "--json", "--interval", 0.2).out)
+    found = json.loads(cli("top", f"{server.url}/v1", "--timeout", LIMIT_S, "--once", "--json", "--interval", 0.2).out)
     assert (f"{server.url}/metrics", "live", 2) == (found["url"], found["all"]["state"], len(found["ranks"]))
     assert found["all"]["span_s"] >= 0.2
     assert found["all"]["tokens_per_s"] == pytest.approx(2 * found["all"]["steps_per_s"])
@@ -249,25 +266,29 @@ def test_an_impossible_number_is_a_usage_error(cli, option):
 
 
 def test_a_server_without_hotsplit_a_key_that_is_missing_and_nobody_at_all_end_once(cli, server):
+    patient = ("--timeout", LIMIT_S)
     with serving(Answers(body=b"vllm:running 1\n")) as other:
-        assert "no hotsplit_ metrics among 1 names; was the server started with" in cli("top", other.url).refusal()
+        assert (
+            "no hotsplit_ metrics among 1 names; was the server started with"
+            in cli("top", other.url, *patient).refusal()
+        )
         other.status = 401
-        assert "--header" in cli("top", other.url, "--once").refusal()
+        assert "--header" in cli("top", other.url, "--once", *patient).refusal()
     # Now nobody listens there.
-    assert "connection refused" in cli("top", other.url, "--once").refusal()
+    assert "connection refused" in cli("top", other.url, "--once", *patient).refusal()
 
 
 def started(*arguments, **options):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HOTSPLIT_")}  # noqa: TID251
     environment |= {"TERM": options.pop("term", "xterm")}
-    return subprocess.Popen([HOTSPLIT, "top", *arguments], env=environment, **options)
+    return subprocess.Popen([HOTSPLIT, "top", "--timeout", str(LIMIT_S), *arguments], env=environment, **options)
 
 
 def test_in_a_pipe_every_reading_is_a_line_and_ctrl_c_ends_it_with_success(server):
     process = started(server.url, "--interval", "0.1", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     lines = [process.stdout.readline() for _ in range(4)]
     process.send_signal(signal.SIGINT)
-    rest, err = process.communicate(timeout=20)
+    rest, err = process.communicate(timeout=LIMIT_S)
     assert (0, "") == (process.returncode, err)
     assert ["waiting", "waiting", "live", "live"] == [line.split("state=")[1].split()[0] for line in lines]
     assert "\x1b" not in "".join(lines) + rest
@@ -286,7 +307,7 @@ def test_an_outage_in_a_pipe_is_said_once_and_the_lines_go_on(server):
     while json.loads(process.stdout.readline())["error"] is not None:
         pass
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=LIMIT_S)
     assert 0 == process.returncode
     assert 1 == err.count("503 Service Unavailable")
     assert err.endswith("; asking again\n")
@@ -300,7 +321,7 @@ def test_a_long_outage_in_a_pipe_is_said_again_every_half_minute(capsys):
     assert ("", 4) == (said.out, said.err.count("connection refused; asking again"))  # at 0, 30, 61 and 91
 
 
-def seen_on_a_terminal(master, *, until, timeout_s=20):
+def seen_on_a_terminal(master, *, until, timeout_s=LIMIT_S):
     """What a process writes to its terminal until something is in it, or until it ends."""
     text, end = "", time.monotonic() + timeout_s
     while time.monotonic() < end and until not in text:
@@ -321,7 +342,7 @@ def test_on_a_terminal_it_has_a_screen_of_its_own_and_gives_it_back(server):
         assert "rates over" in text
         process.send_signal(signal.SIGINT)
         text += seen_on_a_terminal(master, until="never")
-        assert 0 == process.wait(20)
+        assert 0 == process.wait(LIMIT_S)
     finally:
         os.close(master)
     enter, leave, hide, show = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25l", "\x1b[?25h"
@@ -337,7 +358,7 @@ def test_a_terminal_that_cannot_move_its_cursor_has_lines(server):
     try:
         text = seen_on_a_terminal(master, until="state=live")
         process.send_signal(signal.SIGINT)
-        assert 0 == process.wait(20)
+        assert 0 == process.wait(LIMIT_S)
     finally:
         os.close(master)
     assert "state=live" in text

@@ -25,7 +25,7 @@ def build(folder, *, site):
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engines.conftest import budget
+from engines.copies import wait_for_copies
 from hotsplit.data import text_path
 from hotsplit.engines.transformers.profile import ProfileOptions, play
 from hotsplit.engines.transformers.resolve import load_tokenizer
@@ -19,18 +20,6 @@ pytestmark = pytest.mark.transformers
 
 SETTINGS = {"dyn_steps": 7, "dyn_half_life": 2.0, "dyn_margin": 1.1}
 PLAYED = ProfileOptions(decode_tokens=24, batch_size=2, temperature=0.8)
-
-
-def wait_for_copies(banks):
-    """A copy that has been enqueued is done by the next tick: what a replay takes for granted, and a busy disk may not."""
-    query = banks._swaps.query
-
-    def wait(event):
-        if event is not None:
-            event.result()
-        return query(event)
-
-    banks._swaps.query = wait
 
 
 def watch_requests(banks):
@@ -69,7 +58,7 @@ def run(load, tiny_moe, tmp_path):
         model = load(tiny_moe, **settings, **({"counts": str(counts)} if counts else {}))
         banks = model.hotsplit.banks
         hot = banks.router.hot_mask()
-        wait_for_copies(banks)
+        wait_for_copies(banks)  # a replay takes them for granted
         taken = watch_requests(banks)
         _, trace = play(model, prompts, options=PLAYED, want_trace=True)
         options = RebalanceOptions(half_life=2.0, margin=1.1, schedule=schedule)

@@ -12,6 +12,7 @@ from bank.interrupts import Signals, cut_off
 from hotsplit.bank import workers
 from hotsplit.engines.transformers import engine
 from hotsplit.engines.transformers.engine import SnapshotWriter
+from patience import LIMIT_S, until
 
 pytestmark = pytest.mark.transformers
 
@@ -24,7 +25,7 @@ def test_putting_returns_while_the_disk_is_slow_and_the_newest_is_written_last()
     go, written = threading.Event(), []
 
     def write(snapshot):
-        go.wait(10)
+        go.wait(LIMIT_S)
         written.append(snapshot)
 
     writer = SnapshotWriter(write)
@@ -67,7 +68,7 @@ def in_time(call):
     """A hang is what is looked for."""
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(LIMIT_S)
     assert not thread.is_alive(), "a hang"
 
 
@@ -96,17 +97,16 @@ def test_after_an_interrupt_snapshots_are_written_without_waiting_for_the_end():
         writer = SnapshotWriter(written.append)
         is_inside = cut_off(partial(writer.put, 1), at=at, modules=[engine, workers])
         writer.put(2)
-        end = time.monotonic() + 10
-        while 2 not in written:
-            assert time.monotonic() < end
-            time.sleep(0.0005)
+        until(lambda written=written: 2 in written)
         writer.close()
         at += 1
 
 
 def test_signals_while_snapshots_are_put_leave_the_newest_to_be_written():
     with Signals(seed=4) as signals:
-        for _ in range(100):
+        for _ in range(2000):
+            if signals.num_hits > 1000:  # of how many tries depends on how fast this machine is
+                break
             written = []
             writer = SnapshotWriter(written.append)
 
@@ -119,7 +119,7 @@ def test_signals_while_snapshots_are_put_leave_the_newest_to_be_written():
             writer.put(1000)
             in_time(writer.close)
             assert 1000 == written[-1]
-    assert signals.num_hits > 500
+    assert signals.num_hits > 1000
     assert [] == threads()
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from hotsplit.errors import BudgetError
 from hotsplit.host.progress import HOST_FLOOR_BYTES, LoadWatch, available_host_bytes
+from patience import LIMIT_S, until
 
 GIB = 2**30
 NUM_LAYERS = 69
@@ -117,11 +118,8 @@ def test_more_bytes_than_announced_are_all_of_them(clock, total_gib, done_gib):
 
 def test_a_loader_that_is_stuck_in_one_read_is_reported_all_the_same(lines):
     with watch_of(every_s=0.02):
-        deadline = time.monotonic() + 5
-        while len(lines()) < 3 and time.monotonic() < deadline:
-            time.sleep(0.005)
+        until(lambda: len(lines()) >= 3)
     assert all("0 of 69 layers" in line for line in lines()[:3])
-    assert 3 <= len(lines())
 
 
 def test_leaving_stops_the_thread_at_once():
@@ -129,7 +127,7 @@ def test_leaving_stops_the_thread_at_once():
     with watch_of(every_s=3600):
         assert 1 == len(watchers())
     assert [] == watchers()
-    assert 1 > time.monotonic() - begun
+    assert LIMIT_S > time.monotonic() - begun
 
 
 def test_an_error_stops_the_thread_and_is_not_called_done(lines):

@@ -113,7 +113,7 @@ def files_below(root):
     )
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.data())
 def test_garbage_in_any_file_is_never_an_error_nor_a_zero(tmp_path, data):
     root = tmp_path / "host"

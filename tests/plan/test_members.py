@@ -117,7 +117,9 @@ junk = st.recursive(
         max_size=2,
     ),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=300, deadline=None
+)
 def test_any_junk_ends_in_a_histogram_error_or_a_histogram(write, form, change):
     path = write(json.dumps(FORMS[form]() | change))
     histogram = None

@@ -45,7 +45,7 @@ def test_four_processes_plan_a_model_of_its_real_size_to_the_same_bytes():
         )
         for rank in range(4)
     ]
-    hashes = [rank.communicate(timeout=120)[0].strip() for rank in ranks]
+    hashes = [rank.communicate(timeout=300)[0].strip() for rank in ranks]
     assert [plan_hash(recipe_plan(load("mimo-v2.6-pro"))[0])] * 4 == hashes
     require_same_hash(hashes)
 

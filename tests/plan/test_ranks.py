@@ -102,7 +102,7 @@ def test_four_processes_plan_384_experts_to_the_same_bytes(folder, sizes, tmp_pa
         )
         for rank in range(4)
     ]
-    hashes = [rank.communicate(timeout=120)[0].strip() for rank in ranks]
+    hashes = [rank.communicate(timeout=300)[0].strip() for rank in ranks]
     assert [plan_hash(plan_of(sizes))] * 4 == hashes
     require_same_hash(hashes)
 

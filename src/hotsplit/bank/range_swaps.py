@@ -2,20 +2,20 @@
 
 The compute stream is the calling thread: what was enqueued there has run by the time the call returns, so its events
 are born done. The side stream is one worker thread that copies rows both ways, in the order they were enqueued; its
-events are the futures of its jobs. Placement is exclusive: the cold row of an incoming expert takes the outgoing one.
+events are its jobs. Placement is exclusive: the cold row of an incoming expert takes the outgoing one.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
+from functools import partial
 
 from hotsplit.bank.range_rows import RangeRows
 from hotsplit.bank.route import StepRouter
 from hotsplit.bank.swap import Stream, WaitName
-from hotsplit.errors import SwapError
+from hotsplit.bank.workers import Job, Workers
+from hotsplit.errors import BankError, SwapError
 
-_Event = Future[None] | None
+_Event = Job[None] | None
 """The last job of the side stream when the event was recorded; None where everything is done already."""
 
 
@@ -30,7 +30,7 @@ class RangeSwapBackend:
     def __init__(self, rows: RangeRows, *, router: StepRouter) -> None:
         self._rows = rows
         self._router = router
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hotsplit-side")
+        self._worker = Workers(1, name="hotsplit-side")
         self._last: _Event = None
         self.copied_bytes = 0
         """Bytes of finished copies, both ways; written by the worker alone."""
@@ -61,7 +61,7 @@ class RangeSwapBackend:
             SwapError: The copy before it failed.
         """
         if stream == "compute" and event is not None:
-            wait_for([event])
+            event.wait()
             self.query(event)
 
     def query(self, event: _Event) -> bool:
@@ -73,11 +73,11 @@ class RangeSwapBackend:
         Raises:
             SwapError: The copy before it failed, or was given up by close().
         """
-        if event is None or not event.done():
+        if event is None or not event.is_done:
             return event is None
-        if event.cancelled():
+        if event.is_given_up:
             raise SwapError("a copy of an expert row was given up", got="a closed bank")
-        failure = event.exception()
+        failure = event.failure
         if failure is not None:
             raise SwapError("a copy of an expert row failed", got=str(failure)) from failure
         return True
@@ -96,10 +96,13 @@ class RangeSwapBackend:
         """
         if stream == "compute":
             raise SwapError(f"layer_id {layer_id}", got="a copy on the compute stream", wanted="on the side stream")
+        job = Job(partial(self._copy, layer_id, source_row, target_row))
         try:
-            self._last = self._worker.submit(self._copy, layer_id, source_row, target_row)
-        except RuntimeError as error:
+            if not self._worker.do(job):  # no thread is to be had
+                job()
+        except BankError as error:
             raise SwapError(f"layer_id {layer_id}", got=f"a closed bank ({error})", wanted="an open one") from error
+        self._last = job
 
     def publish(self, layer_id: int, *, expert: int, row: int) -> None:
         """Write one entry of the row map.
@@ -113,7 +116,7 @@ class RangeSwapBackend:
 
     def close(self) -> None:
         """Finish the copy under way, forget the queued ones, and let the thread go; before the rows are closed."""
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        self._worker.close()
 
     def _copy(self, layer_id: int, source_row: int, target_row: int) -> None:
         self.copied_bytes += self._rows.copy_row(layer_id, source_row=source_row, target_row=target_row)

@@ -212,12 +212,22 @@ class Job(Generic[Result]):
     @property
     def failure(self) -> BaseException | None:
         """What it has failed with."""
-        return banks_closed() if self._claim.is_void() else self._failure
+        return banks_closed() if self.is_given_up else self._failure
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether nobody will ever do it."""
+        return self._claim.is_void()
 
     @property
     def is_done(self) -> bool:
         """Whether it has ended, well or not, or was given up."""
-        return self._end.is_told or self._claim.is_void()
+        return self._end.is_told or self.is_given_up
+
+    def wait(self) -> None:
+        """Until it is done."""
+        if not self.is_given_up:
+            self._end.wait()
 
     def __call__(self) -> None:
         """Do it, unless it is done or given up."""
@@ -243,8 +253,7 @@ class Job(Generic[Result]):
             BankError: It was given up.
             BaseException: It has failed with that.
         """
-        if not self._claim.is_void():
-            self._end.wait()
+        self.wait()
         failure = self.failure
         if failure is not None:
             raise failure

@@ -21,6 +21,7 @@ from hotsplit.host.memory import MemoryLimit, MemoryLimits
 from hotsplit.plan.checkpoint import read_headers
 from hotsplit.plan.histogram import Histogram, PhaseCounts
 from hotsplit.plan.sizes import expert_sizes
+from patience import LIMIT_S
 
 LAYERS, E, TOP_K, ROW_BYTES = 4, 32, 4, 49152
 """Of the bundled model."""
@@ -125,7 +126,7 @@ class Ranks:
 
     def prepare(self, *configs):
         """What every rank decides, in rank order."""
-        self._barrier = threading.Barrier(len(configs), timeout=10)
+        self._barrier = threading.Barrier(len(configs), timeout=LIMIT_S)
         with ThreadPoolExecutor(len(configs)) as pool:
             told = [pool.submit(self._prepare, config) for config in configs]
         failures = [failure for one in told if (failure := one.exception())]

@@ -24,7 +24,7 @@ print(json.dumps(sorted(sys.modules)))
 def modules_after_registering(environ):
     """Names in sys.modules of a fresh interpreter that vLLM's plugin loader would have called."""
     done = subprocess.run(
-        [sys.executable, "-c", _LOADED], capture_output=True, text=True, check=True, env=environ, timeout=60
+        [sys.executable, "-c", _LOADED], capture_output=True, text=True, check=True, env=environ, timeout=300
     )
     return set(json.loads(done.stdout))
 
@@ -125,7 +125,7 @@ def test_registering_twice_is_registering_once_and_covers_every_class(environ, t
     pytest.importorskip("vllm")
     settings = {"HOTSPLIT_ENABLE": "1", "HOTSPLIT_STATE_DIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", _TWICE], capture_output=True, text=True, check=True, env=environ | settings, timeout=120
+        [sys.executable, "-c", _TWICE], capture_output=True, text=True, check=True, env=environ | settings, timeout=300
     )
     told = json.loads(done.stdout.splitlines()[-1])
     assert (True, True) == (told["changed"], told["same"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from hotsplit.errors import BankError, EngineError, UnsupportedEngineError
 from hotsplit.metrics import read_snapshot, snapshot_path
 from hotsplit.plan.choose import PlanRequest, choose_plan
 from hotsplit.plan.learned import load_learned
+from patience import until
 from plan_builders import sizes_of
 
 LAYERS = (3, 4)
@@ -223,24 +225,17 @@ def test_the_snapshot_file_follows_the_steps_while_the_model_runs(begin, tmp_pat
     monkeypatch.setattr(sessions, "TELL_EVERY_S", 0.01)
     session = begin()
     load(session)
-    path, waited = snapshot_path(tmp_path / "run", rank=0), threading.Event()
+    path = snapshot_path(tmp_path / "run", rank=0)
     for num_steps in (1, 2):
         step(session, [[1, 2]])
-        for _ in range(500):
-            if path.exists() and read_snapshot(path).steps == num_steps:
-                break
-            waited.wait(0.01)
+        until(lambda wanted=num_steps: path.exists() and read_snapshot(path).steps == wanted)
         assert num_steps == read_snapshot(path).steps == session.snapshot().steps
 
 
 def wait_until_told(folder, word):
-    """The steps of the snapshot that a word was answered with; None where it was not for a second."""
-    waited = threading.Event()
-    for _ in range(100):
-        if runs.told(folder, rank=0) == word:
-            return read_snapshot(snapshot_path(folder, rank=0)).steps
-        waited.wait(0.01)
-    return None
+    """The steps of the snapshot that a word was answered with."""
+    until(lambda: runs.told(folder, rank=0) == word)
+    return read_snapshot(snapshot_path(folder, rank=0)).steps
 
 
 def test_who_asks_gets_a_snapshot_of_every_step_that_has_ended_however_rarely_it_is_written(begin, tmp_path):
@@ -257,7 +252,8 @@ def test_who_asks_while_a_step_runs_is_answered_when_it_has_ended(begin, tmp_pat
     load(session)
     with session.banks.step("decode"):
         runs.ask(tmp_path / "run", word="early")
-        assert wait_until_told(tmp_path / "run", "early") is None
+        time.sleep(1)
+        assert "early" != runs.told(tmp_path / "run", rank=0)
     assert 0 == wait_until_told(tmp_path / "run", "early")
 
 

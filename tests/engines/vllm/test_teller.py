@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +12,7 @@ from hotsplit.bank import runs
 from hotsplit.engines.vllm.teller import Teller
 from hotsplit.errors import HotsplitError
 from hotsplit.metrics import read_snapshot, snapshot_path
+from patience import until
 
 
 @pytest.fixture
@@ -34,16 +34,9 @@ def teller(tmp_path):
     one.close()
 
 
-def wait_until(condition):
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_who_asks_is_answered_with_a_snapshot_beside_it(teller, tmp_path):
     runs.ask(tmp_path, word="one")
-    wait_until(lambda: "one" == runs.told(tmp_path, rank=0))
+    until(lambda: "one" == runs.told(tmp_path, rank=0))
     assert 0 == read_snapshot(snapshot_path(tmp_path, rank=0)).steps
 
 
@@ -53,8 +46,8 @@ def test_who_asks_is_not_answered_where_the_snapshot_cannot_be_written(teller, t
 
     monkeypatch.setattr("hotsplit.engines.vllm.teller.write_snapshot", full, raising=False)
     runs.ask(tmp_path, word="one")
-    wait_until(lambda: "cannot be written" in caplog.text or runs.told(tmp_path, rank=0))
+    until(lambda: "cannot be written" in caplog.text or runs.told(tmp_path, rank=0))
     assert "" == runs.told(tmp_path, rank=0)
     monkeypatch.undo()
     runs.ask(tmp_path, word="two")
-    wait_until(lambda: "two" == runs.told(tmp_path, rank=0))
+    until(lambda: "two" == runs.told(tmp_path, rank=0))

@@ -39,7 +39,7 @@ from hotsplit.plan.sizes import expert_sizes
 
 MODEL = vllm_models.SHARED_DATA / "models" / "small-moe"
 DOMAINS = ("python", "c")
-SHARE, CLIENTS, READY_S, LIMIT_S = 0.25, 32, 120, 240
+SHARE, CLIENTS, READY_S, LIMIT_S = 0.25, 32, 240, 480
 LIVE = {"HOTSPLIT_DYN_STEPS": "100", "HOTSPLIT_DYN_MAX_SWAPS": "4"}
 MIN_TOKENS = 10_000
 """Of the guard: its default of 50,000 takes minutes here; that it holds is asked of it first."""

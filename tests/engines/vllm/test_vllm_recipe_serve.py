@@ -48,18 +48,18 @@ def test_a_recipe_of_ones_own_serves_with_its_flags_its_counts_and_its_budget(tm
         )
     try:
         wait_for(lambda: is_ready(process, log), what="the server", timeout_s=240)
-        reply = httpx.get(f"http://127.0.0.1:{PORT}/v1/models", timeout=30)
+        reply = httpx.get(f"http://127.0.0.1:{PORT}/v1/models", timeout=120)
         (model,) = reply.json()["data"]
         assert ("by-recipe", 512) == (model["id"], model["max_model_len"])
         content = {"model": "by-recipe", "prompt": "def main(", "max_tokens": 4}
-        assert 200 == httpx.post(f"http://127.0.0.1:{PORT}/v1/completions", json=content, timeout=60).status_code
+        assert 200 == httpx.post(f"http://127.0.0.1:{PORT}/v1/completions", json=content, timeout=120).status_code
         text = log.read_text(errors="replace")
         assert f"--kv-cache-memory-bytes {8 * 512 * 2048} " in text
         assert "budget=2.0 MiB" in text
         assert "expected_hit=0.7" in text
     finally:
         os.killpg(process.pid, signal.SIGTERM)
-        process.wait(60)
+        process.wait(120)
 
 
 def is_ready(process, log):

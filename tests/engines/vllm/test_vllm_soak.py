@@ -120,7 +120,7 @@ def test_a_worker_that_is_killed_while_it_saves_loses_nothing_that_was_saved(che
         text = vllm_models.corpus("python")
         folder = server.state / "learned"
         server.complete(text[:100], max_tokens=32)
-        wait_for(lambda: any(folder.glob("*.json")), what="the first save", timeout_s=30)
+        wait_for(lambda: any(folder.glob("*.json")), what="the first save", timeout_s=120)
         killer = threading.Timer(20, server.kill_all)
         killer.start()
         while server.process.poll() is None:

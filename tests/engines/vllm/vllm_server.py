@@ -140,7 +140,7 @@ class Server:
         """The newest snapshot of every rank."""
         return snapshots(self.state)
 
-    def settled_snapshots(self, *, steps: int, timeout_s: float = 30) -> list[MetricsSnapshot]:
+    def settled_snapshots(self, *, steps: int, timeout_s: float = ANSWER_S) -> list[MetricsSnapshot]:
         """The snapshots once the ranks have written down all that they ran.
 
         Args:

@@ -52,6 +52,8 @@ STOCK = "stock eager"
 LLAMA = "llama.cpp"
 NONE_HOT = "hotsplit, none hot"
 """The page cache alone: what the split is worth is what it adds to this one."""
+AS_IT_COMES = "hotsplit, as it comes"
+"""No budget given: load() takes what memory there is, for hot rows and slots."""
 _MOST_S = 30
 """Longest time for a part of a row of which only speed is asked."""
 _LONG_S = 150
@@ -95,6 +97,10 @@ def drift_entries(kernel: str, *, counts: str, dynamic: Mapping[str, Any]) -> di
             options = {**common, "fast_share": share, "counts": counts, **settings}
             most = _LONG_S if settings["dynamic"] else _MOST_S
             entries[f"hotsplit, {share:.0%} hot, {words}"] = Entry(engine="hotsplit", options=options, max_s=most)
+    for words, settings in (("static", {"dynamic": False}), ("dynamic", {"dynamic": True, **dynamic})):
+        options = {"kernel": kernel, "fast_share": None, "counts": counts, **settings}
+        most = _LONG_S if settings["dynamic"] else _MOST_S
+        entries[f"{AS_IT_COMES}, {words}"] = Entry(engine="hotsplit", options=options, max_s=most)
     # Seconds per token: fewer tokens are measured, and the result says how many. llama.cpp comes last: its copy of all
     # weights may need the room that accelerate's copies had.
     return entries | {

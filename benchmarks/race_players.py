@@ -43,10 +43,11 @@ class Player:
 
 
 def hotsplit_player(job: Mapping[str, Any]) -> Player:
-    """Of hotsplit, with a share of the expert bytes hot; nothing learned before plays a part.
+    """Of hotsplit, with a share of the expert bytes as budget; nothing learned before plays a part.
 
     Args:
-        job: folder, scratch, and in options fast_share, and any settings of hotsplit.load().
+        job: folder, scratch, and in options fast_share, None for the budget that load() takes by itself, and any settings of
+            hotsplit.load().
     """
     import hotsplit
     from hotsplit.plan.checkpoint import read_headers
@@ -57,11 +58,11 @@ def hotsplit_player(job: Mapping[str, Any]) -> Player:
     options = dict(job["options"])
     share = options.pop("fast_share")
     sizes = expert_sizes(read_headers(Path(job["folder"])))
-    # A page of slack at 100 %: the arena's own rounding is charged to the budget.
-    budget = share * sizes.expert_bytes + (MIB if share == 1 else 0)
+    if share is not None:
+        # A page of slack at 100 %: the arena's own rounding is charged to the budget.
+        options["hot_gib"] = (share * sizes.expert_bytes + (MIB if share == 1 else 0)) / GIB
     model = hotsplit.load(
         job["folder"],
-        hot_gib=budget / GIB,
         device="cpu",
         state_dir=Path(job["scratch"]),
         learned="ignore",
@@ -72,6 +73,7 @@ def hotsplit_player(job: Mapping[str, Any]) -> Player:
     rows_L = [len(experts) for experts in engine.plan.hot]
     facts = {
         "hot_bytes": engine.banks.hot_bytes,
+        "slot_bytes": engine.banks.rows.slot_bytes,
         "hot_rows": rows_L,
         "expert_bytes": sizes.expert_bytes,
         "dense_bytes": sizes.dense_bytes,
@@ -199,6 +201,7 @@ def _counted(engine: Any) -> dict[str, Any]:
         "hit_pairs": seen.hit_pairs.get("decode", 0),
         "touched_hot_bytes": seen.touched_hot_bytes,
         "touched_cold_bytes": seen.touched_cold_bytes,
+        "kept_bytes": seen.kept_bytes,
         "swaps": seen.swaps_done,
         "swap_bytes": seen.swap_bytes,
         "shifts": seen.shifts,

@@ -20,7 +20,8 @@ def _part_cell(part: str, name: str) -> Callable[[Row], str]:
         if not found or (name == "hit" and "byte_hit_rate" not in found):
             return "-"
         if name == "hit":
-            return f"{found['byte_hit_rate']:.3f} ({found['oracle']:.3f})"
+            kept = f" + {found['kept_rate']:.3f}" if found.get("kept_rate") else ""
+            return f"{found['byte_hit_rate']:.3f}{kept} ({found['oracle']:.3f})"
         return f"{found['wall_ms']['mean']:.0f}"
 
     return cell
@@ -46,6 +47,8 @@ CACHED: Columns = {
 DRIFT: Columns = {
     "engine": lambda row: row["engine"],
     "load s": lambda row: f"{row['load_s']['median']:.1f}",
+    "hot GB": lambda row: _budget(row, lambda hot, slots: hot - slots),
+    "slots GB": lambda row: _budget(row, lambda _, slots: slots),
     "anonymous GB": lambda row: f"{row['memory']['anonymous'] / GB:.2f}",
     "file GB": lambda row: f"{row['memory']['file'] / GB:.2f}",
     "tokens": lambda row: str(row["tokens"]),
@@ -60,7 +63,7 @@ DRIFT: Columns = {
 PARTS: Columns = {
     "engine": lambda row: row["engine"],
     **{f"{part}: ms": _part_cell(part, "wall_ms") for part in DRIFT_PARTS},
-    **{f"{part}: byte hit (oracle)": _part_cell(part, "hit") for part in DRIFT_PARTS},
+    **{f"{part}: byte hit + kept (oracle)": _part_cell(part, "hit") for part in DRIFT_PARTS},
     "swaps": lambda row: _or_dash(_swaps(row), str),
 }
 
@@ -154,6 +157,12 @@ def _what(race: Mapping[str, Any]) -> str:
         f"Model: {model['architecture']}; {model['bytes'] / GB:.2f} GB, {model['num_layers']} layers x "
         f"{model['num_experts']} experts, top {model['top_k']}.{routing}"
     )
+
+
+def _budget(row: Row, show: Callable[[int, int], int]) -> str:
+    """A part of what hotsplit holds; the others hold nothing of that kind."""
+    hot = row.get("hot_bytes")
+    return "-" if hot is None else f"{show(hot, row.get('slot_bytes') or 0) / GB:.1f}"
 
 
 def _swaps(row: Row) -> int | None:

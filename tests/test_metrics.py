@@ -19,6 +19,7 @@ NAMES = [
     "hotsplit_routed_pairs_total{phase}",
     "hotsplit_hit_pairs_total{phase}",
     "hotsplit_touched_bytes_total{bank}",
+    "hotsplit_kept_bytes_total",
     "hotsplit_steps_total",
     "hotsplit_swaps_total{result}",
     "hotsplit_swap_bytes_total",
@@ -29,6 +30,7 @@ NAMES = [
     "hotsplit_budget_bytes",
     "hotsplit_hit_ratio_window",
     "hotsplit_byte_hit_ratio_window",
+    "hotsplit_kept_ratio_window",
     "hotsplit_oracle_ratio_window",
     "hotsplit_drift_ratio",
     "hotsplit_update_seconds",
@@ -64,6 +66,7 @@ SNAPSHOT = MetricsSnapshot(
     hit_pairs={"decode": 5, "prefill": 1},
     touched_hot_bytes=700,
     touched_cold_bytes=300,
+    kept_bytes=200,
     steps=4,
     swaps_done=7,
     swaps_refused=2,
@@ -76,6 +79,7 @@ SNAPSHOT = MetricsSnapshot(
     budget_bytes=1100,
     hit_ratio_window=0.75,
     byte_hit_ratio_window=0.5,
+    kept_ratio_window=0.375,
     oracle_ratio_window=0.875,
     drift_ratio=0.25,
     update_seconds=0.002,
@@ -93,7 +97,9 @@ def by_phase(values):
 @st.composite
 def snapshots(draw):
     pairs = draw(by_phase(counts))
-    whole = [f.name for f in fields(MetricsSnapshot) if f.type == "int"]
+    whole = {f.name: draw(counts) for f in fields(MetricsSnapshot) if f.type == "int"}
+    whole["kept_bytes"] = draw(st.integers(0, whole["touched_cold_bytes"]))
+    ratio_names = [f.name for f in fields(MetricsSnapshot) if f.name.endswith(("ratio", "ratio_window"))]
     shape = draw(st.tuples(st.integers(1, 3), st.integers(1, 4)))
     rows = st.lists(counts, min_size=shape[1], max_size=shape[1]).map(tuple)
     layers = st.dictionaries(st.integers(0, 99), rows, min_size=shape[0], max_size=shape[0])
@@ -107,11 +113,8 @@ def snapshots(draw):
         hit_pairs={phase: draw(st.integers(0, number)) for phase, number in pairs.items()},
         counts=draw(by_phase(layers)),
         update_seconds=draw(st.none() | st.floats(0, 1e6)),
-        **{name: draw(counts) for name in whole},
-        **{
-            name: draw(ratios)
-            for name in ("hit_ratio_window", "byte_hit_ratio_window", "oracle_ratio_window", "drift_ratio")
-        },
+        **whole,
+        **{name: draw(ratios) for name in ratio_names},
     )
 
 
@@ -144,6 +147,7 @@ def test_the_exported_numbers_are_those_of_the_snapshot():
         ("hotsplit_hit_pairs_total", "prefill"): 1,
         ("hotsplit_touched_bytes_total", "hot"): 700,
         ("hotsplit_touched_bytes_total", "cold"): 300,
+        ("hotsplit_kept_bytes_total",): 200,
         ("hotsplit_steps_total",): 4,
         ("hotsplit_swaps_total", "done"): 7,
         ("hotsplit_swaps_total", "refused"): 2,
@@ -156,6 +160,7 @@ def test_the_exported_numbers_are_those_of_the_snapshot():
         ("hotsplit_budget_bytes",): 1100,
         ("hotsplit_hit_ratio_window",): 0.75,
         ("hotsplit_byte_hit_ratio_window",): 0.5,
+        ("hotsplit_kept_ratio_window",): 0.375,
         ("hotsplit_oracle_ratio_window",): 0.875,
         ("hotsplit_drift_ratio",): 0.25,
         ("hotsplit_update_seconds",): 0.002,
@@ -168,6 +173,7 @@ def test_before_the_first_update_window_metrics_are_absent_and_not_zero():
         SNAPSHOT,
         hit_ratio_window=None,
         byte_hit_ratio_window=None,
+        kept_ratio_window=None,
         oracle_ratio_window=None,
         drift_ratio=None,
         update_seconds=None,
@@ -176,6 +182,7 @@ def test_before_the_first_update_window_metrics_are_absent_and_not_zero():
     assert {
         "hotsplit_hit_ratio_window",
         "hotsplit_byte_hit_ratio_window",
+        "hotsplit_kept_ratio_window",
         "hotsplit_oracle_ratio_window",
         "hotsplit_drift_ratio",
         "hotsplit_update_seconds",
@@ -218,6 +225,9 @@ def test_samples_are_unique_and_pairs_are_hits_and_misses(snapshot):
         {"update_seconds": float("inf")},
         {"update_seconds": -1.0},
         {"byte_hit_ratio_window": "0.5"},
+        {"kept_ratio_window": 1.5},
+        {"kept_bytes": 301},
+        {"kept_bytes": -1},
         {"mode": "adaptive"},
         {"tokens": {"train": 1}},
         {"tokens": {"decode": -1}},
@@ -245,6 +255,15 @@ def test_a_snapshot_file_replaces_the_one_before(tmp_path):
     write_snapshot(SNAPSHOT, tmp_path)
     path = write_snapshot(replace(SNAPSHOT, steps=99), tmp_path)
     assert 99 == read_snapshot(path).steps
+
+
+def test_a_snapshot_file_from_before_rows_were_kept_reads_as_none_kept(tmp_path):
+    older = SNAPSHOT.to_json()
+    for name in ("kept_bytes", "kept_ratio_window", "shifts"):
+        del older["snapshot"][name]
+    path = snapshot_path(tmp_path, rank=1)
+    path.write_text(json.dumps(older))
+    assert replace(SNAPSHOT, kept_bytes=0, kept_ratio_window=None, shifts=0).to_json() == read_snapshot(path).to_json()
 
 
 @pytest.mark.parametrize(
@@ -294,7 +313,8 @@ def test_a_window_without_traffic_says_none_instead_of_a_rate():
     st.builds(
         UpdateLine,
         **dict.fromkeys(("update", "step", "tokens", "swaps", "refused", "failed", "rank"), counts),
-        **dict.fromkeys(("hit", "byte_hit", "oracle", "drift"), ratios),
+        **dict.fromkeys(("hit", "byte_hit", "kept", "oracle", "drift"), ratios),
+        shifts=st.integers(0, 9),
         moved_mib=st.floats(0, 1e9),
         cost_ms=st.floats(0, 1e9),
     )
@@ -302,8 +322,9 @@ def test_a_window_without_traffic_says_none_instead_of_a_rate():
 def test_an_update_line_reads_back_with_the_digits_that_were_written(line):
     again = UpdateLine.parse(str(line))
     assert str(line) == str(again)
-    assert (line.update, line.swaps, line.rank) == (again.update, again.swaps, again.rank)
-    assert line.hit is again.hit or abs(line.hit - again.hit) <= 0.0005 + 1e-12
+    assert (line.update, line.swaps, line.rank, line.shifts) == (again.update, again.swaps, again.rank, again.shifts)
+    for before, after in ((line.hit, again.hit), (line.kept, again.kept)):
+        assert before is after or abs(before - after) <= 0.0005 + 1e-12
 
 
 def test_a_shift_is_written_behind_the_rank_and_nothing_where_there_was_none():
@@ -312,3 +333,21 @@ def test_a_shift_is_written_behind_the_rank_and_nothing_where_there_was_none():
     assert shifted == str(replace(UPDATE, shifts=2))
     assert (2, shifted) == (UpdateLine.parse(f"INFO {shifted}").shifts, str(UpdateLine.parse(shifted)))
     assert 0 == UpdateLine.parse(LINE).shifts
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.3124])
+def test_what_slots_kept_is_written_behind_the_byte_hit_rate_and_nothing_where_there_are_none(kept):
+    assert "kept" not in str(UPDATE)
+    told = LINE.replace(" oracle=", f" kept={kept:.3f} oracle=")
+    assert (
+        told
+        == str(replace(UPDATE, kept=kept))
+        == str(UpdateLine.parse(f"INFO {told} shifts=1")).removesuffix(" shifts=1")
+    )
+    assert (round(kept, 3), None) == (UpdateLine.parse(told).kept, UpdateLine.parse(LINE).kept)
+
+
+@pytest.mark.parametrize("part", ["kept=none", "kept=", "kept=1", "kept=0.5 kept=0.5"])
+def test_a_line_with_another_form_of_it_is_no_update_line(part):
+    with pytest.raises(HotsplitError, match="update line"):
+        UpdateLine.parse(LINE.replace(" oracle=", f" {part} oracle="))

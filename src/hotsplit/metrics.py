@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -55,6 +55,7 @@ METRICS: Final[Mapping[str, Metric]] = {
         _counter("routed_pairs", "pairs", "Routed (token, expert) pairs of all layers.", labels=("phase",)),
         _counter("hit_pairs", "pairs", "Routed pairs that a hot expert served.", labels=("phase",)),
         _counter("touched_bytes", "bytes", "Bytes of distinct experts touched per step, summed.", labels=("bank",)),
+        _counter("kept_bytes", "bytes", "Of the cold bytes touched, those that still lay in a slot."),
         _counter("steps", "steps", "Engine steps."),
         _counter("swaps", "swaps", "Swaps by result; refused ones found their layer busy.", labels=("result",)),
         _counter("swap_bytes", "bytes", "Bytes copied by swaps."),
@@ -65,6 +66,7 @@ METRICS: Final[Mapping[str, Metric]] = {
         _gauge("budget_bytes", "bytes", "Bytes that hotsplit may hold in fast memory."),
         _gauge("hit_ratio_window", "ratio", "Hit rate of the last window."),
         _gauge("byte_hit_ratio_window", "ratio", "Touched bytes that were hot, of all touched, in the last window."),
+        _gauge("kept_ratio_window", "ratio", "Touched bytes that lay in slots, of all touched, in the last window."),
         _gauge("oracle_ratio_window", "ratio", "Hit rate that the reachable oracle had in the last window."),
         _gauge("drift_ratio", "ratio", "Distance of the live shares from the plan's, 0 to 1."),
         _gauge("update_seconds", "seconds", "What the last update cost."),
@@ -115,6 +117,8 @@ class MetricsSnapshot:
     """Bytes of distinct hot experts touched per step, summed over the steps."""
     touched_cold_bytes: int
     """The same of cold experts."""
+    kept_bytes: int = 0
+    """Of these, bytes that still lay in a slot when the step asked for them; 0 where there are no slots."""
     steps: int
     """Engine steps so far."""
     swaps_done: int
@@ -137,9 +141,11 @@ class MetricsSnapshot:
     """Bytes that may be held in fast memory."""
     hit_ratio_window: float | None = None
     """Hit rate of the last window, of decode, or of prefill where there was no decode. None before the first update, as
-    are the next four."""
+    are the others of a window."""
     byte_hit_ratio_window: float | None = None
     """Byte hit rate of the last window."""
+    kept_ratio_window: float | None = None
+    """Touched bytes that lay in slots, of all touched, in the last window; None also where there are no slots."""
     oracle_ratio_window: float | None = None
     """Hit rate of the reachable oracle in the last window."""
     drift_ratio: float | None = None
@@ -165,6 +171,8 @@ class MetricsSnapshot:
         for phase, hits in self.hit_pairs.items():
             if hits > self.pairs.get(phase, 0):
                 raise _wrong(f"hit_pairs[{phase}]", hits, wanted=f"at most pairs[{phase}]")
+        if self.kept_bytes > self.touched_cold_bytes:
+            raise _wrong("kept_bytes", self.kept_bytes, wanted="at most touched_cold_bytes")
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict, as it stands in a snapshot file; layer keys become strings."""
@@ -214,6 +222,7 @@ class MetricsSnapshot:
             yield from ((f"{name}_total", {"phase": phase}, numbers.get(phase, 0)) for phase in PHASES)
         yield "touched_bytes_total", {"bank": "hot"}, self.touched_hot_bytes
         yield "touched_bytes_total", {"bank": "cold"}, self.touched_cold_bytes
+        yield "kept_bytes_total", {}, self.kept_bytes
         yield "steps_total", {}, self.steps
         yield "swaps_total", {"result": "done"}, self.swaps_done
         yield "swaps_total", {"result": "refused"}, self.swaps_refused
@@ -284,6 +293,8 @@ class UpdateLine:
     """Hit rate of the window; None, written "none", where the window routed nothing, as for the next two."""
     byte_hit: float | None
     """Byte hit rate of the window."""
+    kept: float | None = None
+    """Touched bytes of the window that lay in slots, of all touched; written where there are slots and anything touched."""
     oracle: float | None
     """Hit rate of the window's reachable oracle."""
     drift: float | None
@@ -304,7 +315,7 @@ class UpdateLine:
     """Shifts of the traffic that the adaptive schedule has acted upon since the last line; written where there are any."""
 
     def __str__(self) -> str:
-        told = [part.name for part in fields(self) if part.name != "shifts" or self.shifts]
+        told = [part.name for part in fields(self) if getattr(self, part.name) != part.default]
         parts = (f"{name}={_number_text(name, getattr(self, name))}" for name in told)
         return f"hotsplit {' '.join(parts)}"
 
@@ -326,18 +337,16 @@ class UpdateLine:
         return cls(**values)
 
 
-_DIGITS: Final = {"hit": 3, "byte_hit": 3, "oracle": 3, "drift": 2, "moved_mib": 1, "cost_ms": 1}
+def _pattern(part: Field[Any]) -> str:
+    """One part of the line; what has a default is written only where it is something else."""
+    if part.default is MISSING:
+        return f" {part.name}=(?P<{part.name}>{_NUMBER[str(part.type)]})"
+    return f"(?: {part.name}=(?P<{part.name}>{_NUMBER[str(part.type).removesuffix(' | None')]}))?"
+
+
+_DIGITS: Final = {"hit": 3, "byte_hit": 3, "kept": 3, "oracle": 3, "drift": 2, "moved_mib": 1, "cost_ms": 1}
 _NUMBER: Final = {"int": r"-?\d+", "float": r"-?\d+\.\d+", "float | None": r"none|-?\d+\.\d+"}
-_UPDATE_LINE: Final = re.compile(
-    r"\bhotsplit "
-    + " ".join(
-        f"{part.name}=(?P<{part.name}>{_NUMBER[str(part.type)]})"
-        for part in fields(UpdateLine)
-        if part.name != "shifts"
-    )
-    + r"(?: shifts=(?P<shifts>\d+))?(?!\S)",
-    re.ASCII,
-)
+_UPDATE_LINE: Final = re.compile(rf"\bhotsplit{''.join(map(_pattern, fields(UpdateLine)))}(?!\S)", re.ASCII)
 
 
 def _number_text(name: str, value: float | None) -> str:

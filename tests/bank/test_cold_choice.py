@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bank.toy_source import toy_source
-from hotsplit.bank.cold_choice import FITS_RATIO, RECENT_SHARE, SlotNeeds, choose_cold, slot_needs
+from hotsplit.bank.cold_choice import FITS_RATIO, KEEPS_RATIO, RECENT_SHARE, SlotNeeds, choose_cold, slot_needs
 
 GIB = 2**30
 NEEDS = SlotNeeds(slot_bytes=8 << 20, lie_apart=False)
@@ -13,25 +13,35 @@ APART = SlotNeeds(slot_bytes=8 << 20, lie_apart=True)
 
 
 def choose(*, cold=20.0, cache=20.0, budget=8.0, needs=NEEDS, top_k=8):
-    cache_bytes = None if cache is None else int(cache * GIB)
     return choose_cold(
-        cold_bytes=int(cold * GIB), cache_bytes=cache_bytes, room_bytes=int(budget * GIB), needs=needs, top_k=top_k
+        expert_bytes=int((cold + budget) * GIB),
+        cold_bytes=int(cold * GIB),
+        cache_bytes=None if cache is None else int(cache * GIB),
+        room_bytes=int(budget * GIB),
+        needs=needs,
+        top_k=top_k,
     )
 
 
-def test_cold_rows_that_fit_the_page_cache_are_read_through_it():
-    for cache in (20, 20 * FITS_RATIO, None):
-        choice = choose(cache=cache)
-        assert (False, 0, 0) == (choice.is_direct, choice.slots, choice.num_bytes)
-        assert "through the page cache" in choice.text
+@pytest.mark.parametrize("cache", [20, 28 * KEEPS_RATIO + 0.001, None])
+def test_where_the_page_cache_keeps_enough_rows_go_through_it(cache):
+    choice = choose(cache=cache)
+    assert (False, 0, 0) == (choice.is_direct, choice.slots, choice.num_bytes)
+    assert "through the page cache" in choice.text
 
 
-@pytest.mark.parametrize("cache", [-3, 0, 1, 20 * FITS_RATIO - 0.1])
-def test_cold_rows_that_do_not_fit_are_read_past_it_into_half_of_the_budget(cache):
+@pytest.mark.parametrize("cache", [-3, 0, 1, 28 * KEEPS_RATIO - 0.1])
+def test_where_it_keeps_too_little_they_are_read_past_it_into_half_of_the_budget(cache):
     choice = choose(cache=cache)
     assert (True, 512, 4 * GIB) == (choice.is_direct, choice.slots, choice.num_bytes)
     assert "directly, past the page cache" in choice.text
     assert "512 slots for them take 4.000 GiB of the budget" in choice.text
+
+
+@pytest.mark.parametrize(("cache", "is_direct"), [(6 * FITS_RATIO + 0.1, False), (6 * FITS_RATIO - 0.1, True)])
+def test_where_a_large_budget_leaves_few_cold_rows_a_part_of_them_is_enough(cache, is_direct):
+    assert 28 * KEEPS_RATIO > cache
+    assert is_direct == choose(cold=6.0, budget=22.0, cache=cache).is_direct
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.01, 1.0, 2.0, 8.0])

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.transformers
 
 TINY = ModelIdentity(model_type="qwen3_moe", layers=(0, 1, 2, 3), num_experts=32, top_k=4)
 KEYS = [
-    "text", "prompt_tokens", "new_tokens", "seconds", "hit_rate", "byte_hit_rate", "hot_experts", "experts", "hot_bytes",
-    "budget_bytes", "swaps", "updates", "plan_hash", "mode",
+    "text", "prompt_tokens", "new_tokens", "seconds", "hit_rate", "byte_hit_rate", "kept_rate", "hot_experts", "experts",
+    "hot_bytes", "budget_bytes", "swaps", "updates", "plan_hash", "mode",
 ]  # fmt: skip
 
 
@@ -53,6 +53,7 @@ def test_the_text_goes_to_stdout_and_the_numbers_to_stderr(run):
     assert "8 tokens in" in result.err
     assert "39 of 128 experts hot, 2.0 MiB of 2.0 MiB; " in result.err
     assert re.search(r"hit rate \d+\.\d % \(byte hit rate \d+\.\d %\)", result.err)
+    assert 0 == value["kept_rate"]
 
 
 def test_json_is_one_object_with_stable_keys(run):

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from hotsplit.cli.work import SNAPSHOT_FORMAT
 from hotsplit.data import text_path
-from hotsplit.metrics import MetricsSnapshot, write_snapshot
+from hotsplit.metrics import MetricsSnapshot, read_snapshot, write_snapshot
 from hotsplit.plan.identity import ModelIdentity
 from hotsplit.plan.planfile import load_plan
 from hotsplit.plan.trace import Trace, save_trace
@@ -116,9 +117,25 @@ def test_a_snapshot_is_shown_with_its_tokens_hit_rates_swaps_and_bytes(cli, snap
     assert "last window: hit rate 80.0 %, byte hit rate 50.0 %, oracle reachable 90.0 %" in text
 
 
+def test_what_slots_kept_is_shown_where_there_is_any_and_nothing_of_it_where_there_is_none(cli, snapshot):
+    assert "kept in slots" not in cli("show", snapshot).out
+    kept = replace(read_snapshot(snapshot), kept_bytes=2 * 2**20, kept_ratio_window=0.375)
+    path = write_snapshot(kept, snapshot.parent)
+    text = " ".join(cli("show", path).out.split())
+    assert "byte hit rate 25.0 % of 4.0 MiB touched, 50.0 % more kept in slots" in text
+    assert "byte hit rate 50.0 %, kept in slots 37.5 %, oracle reachable 90.0 %" in text
+    value = json.loads(cli("show", path, "--json").out)
+    assert (0.5, 2 * 2**20, 0.375) == (value["kept_rate"], value["kept_bytes"], value["kept_ratio_window"])
+
+
 def test_a_snapshot_as_json(cli, snapshot):
     value = json.loads(cli("show", snapshot, "--json").out)
-    assert ("snapshot", 7, 0.25) == (value["kind"], value["swaps_done"], value["byte_hit_rate"])
+    assert ("snapshot", 7, 0.25, 0.0) == (
+        value["kind"],
+        value["swaps_done"],
+        value["byte_hit_rate"],
+        value["kept_rate"],
+    )
     assert {"decode": 0.75, "prefill": None} == value["hit_rate"]
     assert SNAPSHOT_FORMAT == json.loads(snapshot.read_text())["format"]
 

@@ -154,6 +154,26 @@ def test_ranks_that_weigh_differently_are_not_averaged():
     assert 10 / 14 == pytest.approx(together.byte_hit_ratio)
 
 
+def test_what_slots_kept_is_a_share_of_all_that_was_touched():
+    def at(at_s, steps):
+        some = snapshot(0, steps=steps, kept_bytes=2 * MIB * steps, kept_ratio_window=0.5)
+        return at_s, reading(some, snapshot(1, steps=steps, kept_ratio_window=0.25))
+
+    together, ranks = newest(board_of(at(0, 100), at(5, 150)))
+    assert (0.5, 0.0, 0.25) == (ranks[0].kept_ratio, ranks[1].kept_ratio, together.kept_ratio)
+    assert (0.5, 0.375) == (ranks[0].kept_ratio_window, together.kept_ratio_window)
+
+
+def test_a_server_that_does_not_tell_what_slots_kept_has_none():
+    def at(at_s, steps):
+        lines = [line for line in text_of(snapshot(0, steps=steps)).splitlines() if "kept" not in line]
+        return at_s, parse("\n".join([*lines, ""]), url=URL)
+
+    together, _ = newest(board_of(at(0, 100), at(5, 150)))
+    assert (0.25, None, None) == (together.byte_hit_ratio, together.kept_ratio, together.kept_ratio_window)
+    assert not together.has_slots
+
+
 def test_a_sum_of_some_ranks_is_no_sum():
     def at(at_s, steps):
         return at_s, parse(text_of(snapshot(0, steps=steps)) + f'hotsplit_steps_total{{rank="1"}} {steps}\n', url=URL)

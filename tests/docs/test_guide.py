@@ -128,6 +128,8 @@ def test_every_field_of_the_update_line_is_explained(language):
     assert line == str(told)
     cells = [row for part in sections(text) for row in rows(part.prose) if row[0].startswith("`")]
     named = [name for row in cells for name in inline_code(row[0])]
-    assert [name for name in UpdateLine.__slots__ if name != "shifts"] == named
+    at_times = ["kept", "shifts"]
+    assert [name for name in UpdateLine.__slots__ if name not in at_times] == named
+    assert all(f"`{name}`" in text for name in at_times)
     shown = [value for row in cells for value in row[1].split(", ")]
     assert [part.partition("=")[2] for part in line.split()[1:]] == shown

@@ -56,6 +56,7 @@ def test_direct_reads_give_stocks_outputs_to_the_bit_inside_of_the_budget(
     assert rows.hot_bytes <= budget(folder, 0.9) * 2**30 + 1
     hot = int((model.hotsplit.banks.router.hot_mask().sum(axis=1) * model.hotsplit.sizes.row_bytes).sum())
     assert model.hotsplit.snapshot().hot_bytes == rows.hot_bytes >= hot + rows.slot_bytes
+    assert model.hotsplit.snapshot().budget_bytes >= rows.hot_bytes, "slots are of the budget"
     assert ["directly, past the page cache" in line for line in lines(caplog)] == [True]
     assert [True] * 3 == equals_stock(expected, folder, model)
     counts = rows.cold_counts

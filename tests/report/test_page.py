@@ -170,6 +170,19 @@ def test_a_run_is_scored_on_what_it_routed():
     assert [[100, 0.5, 0.4, 0.7, 0.1]] == data_of(page)["run"][0]["lines"][:1]
 
 
+def test_what_slots_kept_is_in_the_tables_where_there_are_slots():
+    run = run_of(PLAN)
+    assert b"kept in slots" not in page_of(PLAN, histogram=OWN, run=run)
+    lines = tuple(line_of(update, kept=None if update == 1 else 0.375) for update in range(1, 4))
+    snapshots = {0: replace(run.snapshots[0], kept_bytes=50)}
+    page = page_of(PLAN, histogram=OWN, run=Run(lines={0: lines}, snapshots=snapshots))
+    text = re.sub(r"\s*<[^>]+>\s*", " ", page.decode("ascii").split('<script type="application/json"')[0])
+    words = " ".join(text.split())
+    assert "byte hit rate kept in slots in reach" in words
+    assert ["40.0 % - 70.0 %", *["40.0 % 37.5 % 70.0 %"] * 2] == re.findall(r"40\.0 % (?:-|[\d.]+ %) 70\.0 %", words)
+    assert "kept in slots 12.5 % of the bytes" in words
+
+
 def test_a_report_without_rates_or_run_has_no_such_parts():
     ids = {a.get("id") for _, a in tags_of(page_of(PLAN, histogram=OWN))}
     assert set() == ids & {"speed", "run", "hits", "forecast-0"}

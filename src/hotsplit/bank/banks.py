@@ -89,6 +89,10 @@ class EngineBanks(Protocol):
         """Bytes of fast memory taken."""
 
     @property
+    def slot_bytes(self) -> int:
+        """Of them, those of slots for cold rows."""
+
+    @property
     def host_bytes(self) -> int | None:
         """Bytes of slow memory taken; None where cold rows stay in the checkpoint."""
 
@@ -171,7 +175,7 @@ class Banks:
         )
         """Memory behind the rows."""
         # Padding computes what the stock engine computes: the exact kernel promises equality for every token.
-        self.router = Router(layers, row_bytes=row_bytes, redirect_padding=False)
+        self.router = Router(layers, row_bytes=row_bytes, redirect_padding=False, kept=self.rows.kept)
         """Row maps and counters."""
         self.live = Live(self.router, plan_shares=prior, row_bytes=row_bytes, dyn_steps=options.dyn_steps)
         """The loop that corrects the plan."""
@@ -205,8 +209,13 @@ class Banks:
 
     @property
     def hot_bytes(self) -> int:
-        """Bytes of fast memory taken: hot rows and spare rows."""
+        """Bytes of fast memory taken: hot rows, spare rows and slots."""
         return self.rows.hot_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of them, those of slots for cold rows."""
+        return self.rows.slot_bytes
 
     @property
     def observers(self) -> list[Callable[[StepRouting], None]]:

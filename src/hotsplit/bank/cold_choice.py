@@ -1,16 +1,17 @@
 """How cold rows are to be read: chosen once, before the plan, since slots come out of the hot budget.
 
-    page cache   its pages cost no budget, and what is read twice is read from memory: best where most cold rows fit
-    direct       past it: half the processor time per row, and a faster read; best where most of them do not
+    page cache   its pages cost no budget, and it keeps rows that were read beside all of the budget's hot rows
+    direct       past it: half the processor time per row, and a faster read; but what keeps rows is of the budget
 
-The page cache takes what memory is left. Where that is under FITS_RATIO of the cold bytes, most rows come from the disk
-anyway, and direct reads serve them sooner. Then half of the budget is slots, which keep the rows that were read last: hot
-rows are what traffic wants on the whole, slots what it wants just now.
+The page cache takes what memory is left. Where that is a fair part of the model, it saves more reads than it makes dearer.
+Else direct reads serve sooner, and half of the budget is slots, which keep the rows that were read: hot rows are what
+traffic wants on the whole, slots what it wants just now.
 
     >>> needs = SlotNeeds(slot_bytes=9 << 20, lie_apart=False)
-    >>> choose_cold(cold_bytes=20 << 30, cache_bytes=15 << 30, room_bytes=8 << 30, needs=needs, top_k=8).slots
+    >>> sizes = {"expert_bytes": 28 << 30, "cold_bytes": 20 << 30, "room_bytes": 8 << 30}
+    >>> choose_cold(**sizes, cache_bytes=15 << 30, needs=needs, top_k=8).slots
     0
-    >>> choose_cold(cold_bytes=20 << 30, cache_bytes=2 << 30, room_bytes=8 << 30, needs=needs, top_k=8).slots
+    >>> choose_cold(**sizes, cache_bytes=2 << 30, needs=needs, top_k=8).slots
     455
 """
 
@@ -24,10 +25,11 @@ from hotsplit.bank.source import ExpertSource, align
 from hotsplit.bank.staged_row import stage
 from hotsplit.units import gib
 
-FITS_RATIO: Final = 0.3
-"""Of the cold bytes that the page cache must be able to hold: there traffic that never repeats reads 0.7 of its cold bytes,
-at 1.3 ms per MB, cached pages thrown out for them included; and directly all of them, at 0.8 ms. NOTE: that was measured with
-32 slots, which kept nothing; decision 41 says what it leaves open. Source: benchmarks/results/cold_path.json."""
+KEEPS_RATIO: Final = 1 / 6
+"""Of all expert bytes that the page cache must have room for. With less it saves too few reads for what each costs by it, 1.3
+to 1.4 ms per MB, cached pages thrown out for it included, and directly 0.6 to 0.8. Source: decision 43."""
+FITS_RATIO: Final = 0.4
+"""Of the cold bytes that suffices too, where a large budget leaves few of them. Source: the same."""
 RECENT_SHARE: Final = 1 / 2
 """Of the budget that slots for direct reads take. Source: decision 41."""
 _TOKENS: Final = 4
@@ -66,18 +68,19 @@ class ColdChoice:
 
 
 def choose_cold(
-    *, cold_bytes: int, cache_bytes: int | None, room_bytes: int, needs: SlotNeeds, top_k: int
+    *, expert_bytes: int, cold_bytes: int, cache_bytes: int | None, room_bytes: int, needs: SlotNeeds, top_k: int
 ) -> ColdChoice:
     """Choose.
 
     Args:
+        expert_bytes: Of all rows.
         cold_bytes: Of all cold rows.
         cache_bytes: Memory that is left for the page cache; None where nobody knows.
         room_bytes: Of the hot budget, what is not spoken for.
         needs: Of the model's rows.
         top_k: Experts per token.
     """
-    fits = cache_bytes is None or cache_bytes >= FITS_RATIO * cold_bytes
+    fits = cache_bytes is None or cache_bytes >= min(KEEPS_RATIO * expert_bytes, FITS_RATIO * cold_bytes)
     slots = int(room_bytes * (_LARGEST_SHARE if fits else RECENT_SHARE)) // needs.slot_bytes
     slots = min(_TOKENS * top_k, slots) if fits else slots
     slots = slots if slots >= top_k else 0

@@ -11,29 +11,29 @@ Exactly the pages of the rows asked for are read, and the next layer is never gu
 
 What is in neither is read into a slot, or into the page cache, as cold_choice.py has it; into the page cache also with
 all slots in use (a long prompt). A row with a tensor whose parts lie apart in the file is put together in a slot.
-All state belongs to the thread that runs the steps. Reading threads fill slots; how a read ended stands in _Answers until
+All state belongs to the thread that runs the steps. Reading threads fill slots; how a read ended stands in Answers until
 that thread has taken it in, whatever interrupts it meanwhile. Reads into the page cache are begun and awaited without them:
 handing a row over costs more than it saves.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
 
 import torch
 
+from hotsplit.bank.cold_answers import Answers, Read
+from hotsplit.bank.kept_rows import KeptRows
 from hotsplit.bank.mapped import MappedFiles
 from hotsplit.bank.source import ExpertSource, Span
 from hotsplit.bank.staged_row import StagedRow, file_ranges, joined, spans_of, stage
 from hotsplit.bank.staging import Gathered, Key, Slot, Staging
 from hotsplit.bank.workers import Workers, banks_closed
-from hotsplit.errors import BankError, HotsplitError
+from hotsplit.errors import HotsplitError
 
 RowTensors = Mapping[str, torch.Tensor]
 
@@ -84,11 +84,13 @@ class ColdRows:
         self._gathered: list[weakref.ref[Gathered]] = []  # this turn's
         self._turn = 0
         self._present: set[Key] = set()  # in the page cache, this turn
-        self._reading: dict[Key, _Read] = {}
+        self._reading: dict[Key, Read] = {}
         self._failed: dict[Key, HotsplitError] = {}
         self._is_closed = False
         self.counts = ColdCounts()
         """What it did."""
+        self.kept = None if staging is None else KeptRows()
+        """Which rows of a step lay in slots; None where there are none."""
         self._start()
 
     def ask(self, layer_id: int, experts: Iterable[int]) -> None:
@@ -173,7 +175,7 @@ class ColdRows:
 
     def _start(self) -> None:
         self._workers = Workers(self._threads, name="hotsplit-cold")
-        self._answers = _Answers()
+        self._answers = Answers()
         self._pid = os.getpid()
 
     def _require_usable(self) -> None:
@@ -186,10 +188,12 @@ class ColdRows:
             self._start()
 
     def _begin(self, key: Key) -> None:
-        if key in self._reading or key in self._present:
-            return
-        if self._slot(key) is not None:
-            self.counts.kept_rows += 1
+        is_known = key in self._reading or key in self._present
+        is_kept = not is_known and self._slot(key) is not None
+        if self.kept is not None:
+            self.kept.note(key, is_kept=is_kept)
+        self.counts.kept_rows += is_kept
+        if is_known or is_kept:
             return
         ranges = self._ranges_of(key)
         is_present = self._files.is_present(ranges)
@@ -225,10 +229,10 @@ class ColdRows:
         reading.require_whole()
 
     def _submit(self, key: Key, read: Callable[[], None], *, slot: Slot) -> None:
-        self._reading[key] = job = _Read(key, read, slot=slot, answers=self._answers)
+        self._reading[key] = job = Read(key, read, slot=slot, answers=self._answers)
         self._hand_over([job])
 
-    def _hand_over(self, reads: Iterable[_Read]) -> None:
+    def _hand_over(self, reads: Iterable[Read]) -> None:
         """Give reads to the threads; once more where an interrupt has left open whether they have it."""
         for job in reads:
             if job.is_handed_over:
@@ -330,68 +334,3 @@ class ColdRows:
             if (tensors := one()) is not None:
                 tensors.clear()
         self._gathered.clear()
-
-
-class _Answers:
-    """How reads ended, told by reading threads and kept until the stepping thread has taken it in."""
-
-    def __init__(self) -> None:
-        self._ended: dict[Key, HotsplitError | None] = {}
-        self._bell: SimpleQueue[None] = SimpleQueue()
-        self._is_closed = False
-
-    def tell(self, key: Key, failure: HotsplitError | None) -> None:
-        self._ended[key] = failure
-        self._bell.put(None)
-
-    def wait(self) -> None:
-        """Until there is an answer. An interrupt may swallow a ring and never an answer, which is looked for first."""
-        while not self._ended:
-            if self._is_closed:
-                self._bell.put(None)  # for whoever else waits
-                raise banks_closed()
-            self._bell.get()
-
-    def all(self) -> list[tuple[Key, HotsplitError | None]]:
-        while self._bell.qsize():  # each ring comes after its answer, so that none is lost
-            self._bell.get()
-        return [(key, self._ended[key]) for key in list(self._ended)]
-
-    def forget(self, key: Key) -> None:
-        self._ended.pop(key, None)
-
-    def close(self) -> None:
-        self._is_closed = True
-        self._ended.clear()
-        self._bell.put(None)
-
-
-class _Read:
-    """One read into a slot, done by the thread that comes first where it was handed over twice."""
-
-    __slots__ = ("_answers", "_num_comers", "_read", "is_handed_over", "key", "slot")
-
-    def __init__(self, key: Key, read: Callable[[], None], *, slot: Slot, answers: _Answers) -> None:
-        self.key, self._read, self.slot, self._answers = key, read, slot, answers
-        self._num_comers = itertools.count()
-        self.is_handed_over = False
-        """Whether that is sure."""
-
-    def __call__(self) -> None:
-        """Read, and tell how it ended, whatever happens; in a reading thread."""
-        if next(self._num_comers) == 0:
-            self._answers.tell(self.key, self.outcome())
-
-    def outcome(self) -> HotsplitError | None:
-        """Read; what that failed with."""
-        try:
-            self._read()
-        except HotsplitError as error:
-            return error
-        except KeyboardInterrupt:
-            raise  # of the thread that computes, where it reads by itself
-        except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits for the row
-            failure = BankError(f"layer {self.key[0]}, expert {self.key[1]}", got=f"{type(error).__name__}: {error}")
-            failure.__cause__ = error
-            return failure
-        return None

@@ -154,6 +154,11 @@ class DeviceBanks:
         return self.rows.hot_bytes
 
     @property
+    def slot_bytes(self) -> int:
+        """None of them: a GPU reads cold rows in place."""
+        return 0
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of slow memory taken, whole pages."""
         return self.rows.host_bytes

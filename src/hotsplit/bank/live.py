@@ -254,6 +254,7 @@ class Live:
             tokens=sum(self._router.counters.tokens.values()),
             hit=window.hit_ratio,
             byte_hit=window.byte_hit_ratio,
+            kept=window.kept_ratio,
             oracle=self._oracle(window),
             drift=self._drift(window),
             swaps=swaps.done - before.done,

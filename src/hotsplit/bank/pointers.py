@@ -21,7 +21,8 @@ import torch
 
 from hotsplit.bank.arena import Arena
 from hotsplit.bank.cold_reads import READ_THREADS, ColdCounts, ColdRows
-from hotsplit.bank.direct import DirectFiles, DirectReader
+from hotsplit.bank.direct import DirectFiles, DirectReader, address_of
+from hotsplit.bank.kept_rows import KeptRows
 from hotsplit.bank.mapped import MappedFiles
 from hotsplit.bank.rows import LayerRows
 from hotsplit.bank.source import ExpertSource
@@ -75,7 +76,7 @@ class PointerRows:
         files = MappedFiles(source.files)
         self.guard = files.guard
         """What tells, after cold rows were used, whether their bytes were the files'."""
-        self._staging = _staging(source, options=options)
+        self._staging = _staging(source, options=options, turns=len(layers))
         self._cold = ColdRows(
             source, files=files, staging=self._staging, is_direct=options.is_direct, threads=options.threads
         )
@@ -102,6 +103,11 @@ class PointerRows:
     def cold_counts(self) -> ColdCounts:
         """Where cold rows came from."""
         return self._cold.counts
+
+    @property
+    def kept(self) -> KeptRows | None:
+        """Which cold rows of a step lay in slots; None where there are no slots."""
+        return self._cold.kept
 
     def tensors(self, layer_id: int, row: int) -> RowTensors:
         """The tensors of one row, by name; of a cold one they stay in place until the next ask().
@@ -166,7 +172,7 @@ class PointerRows:
             yield first_cold + expert
 
     def fill(self, layer_id: int, *, expert: int, row: int, reader: DirectReader) -> int:
-        """Read an expert's bytes from the files into a hot row.
+        """Copy an expert's bytes into a hot row: from its slot, if it has one, else from the files.
 
         Args:
             layer_id: Ordinal among MoE layers.
@@ -175,7 +181,7 @@ class PointerRows:
             reader: The calling thread's reader.
 
         Returns:
-            Bytes read.
+            Bytes copied.
 
         Raises:
             BankError: A read failed; the row holds no expert then.
@@ -183,8 +189,12 @@ class PointerRows:
         self._require_open()
         if not self.is_hot(layer_id, row):
             raise BankError(f"layer {layer_id}, row {row}", got="a cold row", wanted="a hot or spare row")
-        start = self._starts[layer_id] + row * self._source.layouts[layer_id].num_bytes
-        spans = self._source.spans(layer_id, expert)
+        layout, spans = self._source.layouts[layer_id], self._source.spans(layer_id, expert)
+        start = self._starts[layer_id] + row * layout.num_bytes
+        if self._staging is not None:
+            with self._arena.part(start, layout.num_bytes) as target:
+                if self._staging.copy_out((layer_id, expert), layout=layout, address=address_of(target)):
+                    return sum(span.num_bytes for span in spans)
         for span in spans:
             with self._arena.part(start + span.row_offset, span.num_bytes) as target:
                 reader.read_into(target, file=span.file, offset=span.offset)
@@ -257,13 +267,13 @@ def _arena_starts(source: ExpertSource, layers: Sequence[LayerRows]) -> list[int
     return starts
 
 
-def _staging(source: ExpertSource, *, options: RowsOptions) -> Staging | None:
+def _staging(source: ExpertSource, *, options: RowsOptions, turns: int) -> Staging | None:
     """Slots, where there are to be any. NOTE: where a file system has no direct reads they pass the cache all the same."""
     if not options.slots:
         return None
     files = DirectFiles(source.files) if options.is_direct else None
     try:
-        return Staging(files, num_slots=options.slots, slot_bytes=options.slot_bytes)
+        return Staging(files, num_slots=options.slots, slot_bytes=options.slot_bytes, turns=turns)
     except BankError:
         if files is not None:
             files.close()

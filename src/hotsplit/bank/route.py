@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hotsplit.bank.kept_rows import KeptRows
 from hotsplit.bank.kernels import reference
 from hotsplit.bank.rows import LayerRows
 from hotsplit.plan.counters import PHASES, Counters, Phase
@@ -83,6 +84,7 @@ class Router:
         row_bytes: Bytes of one row per layer, [L].
         redirect_padding: Let padding touch no row of its own; off where its outputs must equal the stock engine's.
         copies_ids: Keep copies of the ids until they are counted: for engines that use their buffers again.
+        kept: Where the cold path notes which rows of a step lay in slots; None where there are no slots.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Router:
         row_bytes: Sequence[int],
         redirect_padding: bool = True,
         copies_ids: bool = False,
+        kept: KeptRows | None = None,
     ) -> None:
         self._maps = {dtype: _padded_maps(layers, dtype=dtype) for dtype in (torch.int64, torch.int32)}
         num_layers, self._num_experts = len(layers), len(layers[0].row_map)
@@ -105,7 +108,8 @@ class Router:
         self._stash_context: tuple[int, Phase, torch.Tensor | None] = (0, "decode", None)
         self._serving: tuple[int, Phase] | None = None
         self._mask_seen: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        self.counters = Counters.zeros((num_layers, self._num_experts))
+        self._kept = kept
+        self.counters = Counters.zeros((num_layers, self._num_experts), has_slots=kept is not None)
         """Everything counted so far; flush() brings it up to date."""
         self.observers: list[Callable[[StepRouting], None]] = []
         """Called by flush() with what the step routed."""
@@ -173,6 +177,9 @@ class Router:
             phase: Of the whole step.
             step: Engine step; all calls between two flushes carry the same.
         """
+        if self._kept is not None and not self._stash:
+            # Here, where a step begins for sure: what an interrupt, or a row wanted outside of steps, has left is gone.
+            self._kept.forget()
         self._stash.append((layer_id, topk_ids.clone() if self._copies_ids else topk_ids))
         self._stash_context = (step, phase, is_padding)
 
@@ -259,6 +266,8 @@ class Router:
         counters.hits[phase] += int(counts_LE[hot_LE].sum())
         counters.touched_hot_bytes[phase] += int(touched_LE[hot_LE].sum())
         counters.touched_cold_bytes[phase] += int(touched_LE[~hot_LE].sum())
+        if self._kept is not None and counters.kept_bytes is not None:
+            counters.kept_bytes[phase] += int((touched_LE * ~hot_LE)[self._kept.at()].sum())
         if self.observers:
             layer_ids, ids = zip(*stash, strict=True)
             seen = StepRouting(step=step, phase=phase, layer_ids=layer_ids, topk_ids=ids, is_padding=is_padding)

@@ -1,7 +1,8 @@
-"""Slots for cold rows that were read directly: where they arrive, and where the latest of them stay for a while.
+"""Slots for cold rows that were read directly: where they arrive, and where those that traffic wants just now stay.
 
 A slot is asked for by the thread that runs the steps and filled by a reading thread. A row stays until its slot is
-needed for another one, the longest unused first, so that the slots are also a small memory of the latest cold rows.
+needed for another one, the least wanted first: the one whose uses, each worth half after HALF_LIFE tokens, sum up to least.
+Uses count from before a row had a slot, so that one that comes again and again outlasts one that came last.
 What was handed out is *held*: it keeps its slot until the next turn.
 
     free -> reading (by one thread) -> there -> held, then not -> taken by another row
@@ -12,11 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
-from collections import OrderedDict
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
+import numpy as np
 import torch
 
 from hotsplit.bank.direct import DirectFiles, address_of
@@ -28,13 +31,20 @@ from hotsplit.host.pages import populate
 Key = tuple[int, int]
 """Layer and expert."""
 
+HALF_LIFE: Final = 30
+"""Tokens after which a use is worth half. Source: benchmarks/bench_cold_memory.py."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Slot:
     """One row's place; changed by the stepping thread alone, but for `tensors`, which a finished read sets."""
 
+    number: int
+    """Among all slots."""
     start: int
     """First byte in the memory of all slots."""
+    key: Key = (-1, -1)
+    """Of the row that took it last."""
     turn: int = -1
     """Last turn in which the row was handed out or asked for."""
     is_reading: bool = False
@@ -50,18 +60,22 @@ class Staging:
         files: To read from; None where rows are only copied.
         num_slots: Rows that have room.
         slot_bytes: Room of one, whole blocks.
+        turns: That a token takes: one per layer.
 
     Raises:
         BankError: Memory does not suffice.
     """
 
-    def __init__(self, files: DirectFiles | None, *, num_slots: int, slot_bytes: int) -> None:
+    def __init__(self, files: DirectFiles | None, *, num_slots: int, slot_bytes: int, turns: int = 1) -> None:
         self._files, self._slot_bytes = files, slot_bytes
         self._memory = _memory(num_slots * slot_bytes)
         self._content = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._all = [Slot(start=i * slot_bytes) for i in reversed(range(num_slots))]
-        self._free = list(self._all)
-        self._slots: OrderedDict[Key, Slot] = OrderedDict()  # the longest unused first
+        self._all = [Slot(number=i, start=i * slot_bytes) for i in range(num_slots)]
+        self._free = list(reversed(self._all))
+        self._slots: dict[Key, Slot] = {}
+        self._half_life = HALF_LIFE * turns
+        self._wants: dict[Key, float] = {}  # of every row that was ever asked for
+        self._wants_S = np.zeros(num_slots)  # of the rows in slots
         self.num_bytes = num_slots * slot_bytes
         """Of all slots."""
 
@@ -73,9 +87,9 @@ class Staging:
             turn: This one.
         """
         slot = self._slots.get(key)
-        if slot is not None:
+        if slot is not None and slot.turn != turn:
             slot.turn = turn
-            self._slots.move_to_end(key)
+            self._count(key, slot, turn=turn)
         return slot
 
     def take(self, key: Key, *, turn: int) -> Slot | None:
@@ -88,14 +102,12 @@ class Staging:
         if not self._free and len(self._slots) < len(self._all):
             used = {slot.start for slot in self._slots.values()}  # an interrupt has left a slot between the two
             self._free = [slot for slot in self._all if slot.start not in used]
-        if not self._free:
-            oldest = next((key for key, slot in self._slots.items() if slot.turn != turn and not slot.is_reading), None)
-            if oldest is None:
-                return None
-            self.drop(oldest)
+        if not self._free and not self._make_room(turn=turn):
+            return None
         slot = self._free.pop()
-        slot.turn, slot.is_reading = turn, True
+        slot.key, slot.turn, slot.is_reading = key, turn, True
         self._slots[key] = slot
+        self._count(key, slot, turn=turn)
         return slot
 
     def drop(self, key: Key) -> None:
@@ -109,6 +121,32 @@ class Staging:
             return
         slot.tensors, slot.is_reading = None, False
         self._free.append(slot)
+
+    def copy_out(self, key: Key, *, layout: RowLayout, address: int) -> bool:
+        """Copy a row elsewhere, where it lies as in the arena; for other threads than the one that runs the steps.
+
+        That one may take the slot for another row meanwhile: then its tensors are others, and the copy counts for nothing.
+        What is copied is soon needed here no longer, and the first to go.
+
+        Args:
+            key: Of the row.
+            layout: Of the row.
+            address: To write to; room for a row.
+
+        Returns:
+            Whether all of it is there now.
+        """
+        slot = self._slots.get(key)
+        tensors = None if slot is None else slot.tensors
+        if slot is None or tensors is None:
+            return False
+        for part in layout.tensors:
+            ctypes.memmove(address + part.offset, tensors[part.name].data_ptr(), part.num_bytes)
+        is_whole = self._slots.get(key) is slot and slot.tensors is tensors
+        if is_whole:
+            self._wants[key] = -math.inf
+            self._wants_S[slot.number] = -math.inf
+        return is_whole
 
     def drop_unfinished(self, *, keep: Container[Key] = ()) -> None:
         """Free what no thread will ever finish: in a forked process, or after an interrupt.
@@ -155,6 +193,21 @@ class Staging:
             for address, row_offset, num_bytes in pieces:
                 ctypes.memmove(start + row_offset, address, num_bytes)
         slot.tensors = self._tensors(slot, [(part, part.offset) for part in layout.tensors])
+
+    def _make_room(self, *, turn: int) -> bool:
+        """With all slots taken, free that of the row that is wanted least; False if each is held or being read."""
+        for number in self._wants_S.argsort():
+            slot = self._all[number]
+            if slot.turn != turn and not slot.is_reading:
+                self.drop(slot.key)
+                return True
+        return False
+
+    def _count(self, key: Key, slot: Slot, *, turn: int) -> None:
+        """One more use of a row; kept is the logarithm of the sum, as if it began to grow now, so that all can be compared."""
+        now = turn / self._half_life
+        wants = now + math.log2(1 + 2.0 ** (self._wants.get(key, -math.inf) - now))
+        self._wants[key] = self._wants_S[slot.number] = wants
 
     def _tensors(self, slot: Slot, places: Iterable[tuple[RowTensor, int]]) -> Mapping[str, torch.Tensor]:
         content = self._content[slot.start : slot.start + self._slot_bytes]

@@ -23,6 +23,7 @@ from hotsplit.errors import ConfigError
 _NUMBERS = (
     "hit_rate",
     "byte_hit_rate",
+    "kept_rate",
     "hot_experts",
     "experts",
     "hot_bytes",
@@ -152,6 +153,7 @@ def _numbers(engine: Any) -> dict[str, Any]:
     values = (
         hits / pairs if pairs else None,
         snapshot.touched_hot_bytes / touched if touched else None,
+        snapshot.kept_bytes / touched if touched else None,
         int(hot.sum()),
         int(hot.size),
         snapshot.hot_bytes,

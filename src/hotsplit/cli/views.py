@@ -241,7 +241,12 @@ def _print_proof(plan: Plan) -> None:
 def _snapshot_json(snapshot: MetricsSnapshot) -> dict[str, Any]:
     """A snapshot's facts; its counts are many, and stay in the file."""
     facts = {name: value for name, value in snapshot.to_json()["snapshot"].items() if name != "counts"}
-    return {"kind": "snapshot", **facts, "hit_rate": _hit_rates(snapshot), "byte_hit_rate": _byte_hit_rate(snapshot)}
+    rates = {
+        "hit_rate": _hit_rates(snapshot),
+        "byte_hit_rate": _byte_hit_rate(snapshot),
+        "kept_rate": _kept_rate(snapshot),
+    }
+    return {"kind": "snapshot", **facts, **rates}
 
 
 def _hit_rates(snapshot: MetricsSnapshot) -> dict[str, float | None]:
@@ -257,6 +262,11 @@ def _byte_hit_rate(snapshot: MetricsSnapshot) -> float | None:
     return snapshot.touched_hot_bytes / touched if touched else None
 
 
+def _kept_rate(snapshot: MetricsSnapshot) -> float | None:
+    touched = snapshot.touched_hot_bytes + snapshot.touched_cold_bytes
+    return snapshot.kept_bytes / touched if touched else None
+
+
 def _print_snapshot(snapshot: MetricsSnapshot, *, name: str) -> None:
     """What a run has done so far: traffic and hit rates, swaps, bytes."""
     rates = _hit_rates(snapshot)
@@ -265,7 +275,7 @@ def _print_snapshot(snapshot: MetricsSnapshot, *, name: str) -> None:
     console.table(title, columns=["phase", "tokens", "hit rate"], rows=rows)
     console.prose(
         f"byte hit rate {rate(_byte_hit_rate(snapshot))} of {gib(snapshot.touched_hot_bytes + snapshot.touched_cold_bytes)} "
-        "touched"
+        "touched" + (f", {rate(_kept_rate(snapshot))} more kept in slots" if snapshot.kept_bytes else "")
     )
     console.prose(
         f"{snapshot.swaps_done} swaps ({gib(snapshot.swap_bytes)} copied), {snapshot.swaps_refused} refused, "
@@ -275,9 +285,10 @@ def _print_snapshot(snapshot: MetricsSnapshot, *, name: str) -> None:
         f"{gib(snapshot.hot_bytes)} hot of a budget of {gib(snapshot.budget_bytes)}, {gib(snapshot.host_bytes)} cold"
     )
     if snapshot.hit_ratio_window is not None:
+        kept = snapshot.kept_ratio_window
         console.prose(
             f"last window: hit rate {rate(snapshot.hit_ratio_window)}, byte hit rate "
-            f"{rate(snapshot.byte_hit_ratio_window)}, oracle reachable {rate(snapshot.oracle_ratio_window)}"
+            f"{rate(snapshot.byte_hit_ratio_window)}, {'' if kept is None else f'kept in slots {rate(kept)}, '}oracle reachable {rate(snapshot.oracle_ratio_window)}"
         )
 
 
@@ -294,8 +305,9 @@ def print_run(result: dict[str, Any], *, is_text_shown: bool = False) -> None:
     if result["hit_rate"] is None:
         console.note(speed)
         return
+    kept = f", kept in slots {rate(result['kept_rate'])}" if result["kept_rate"] else ""
     console.note(
-        f"{speed}; hit rate {rate(result['hit_rate'])} (byte hit rate {rate(result['byte_hit_rate'])}); "
+        f"{speed}; hit rate {rate(result['hit_rate'])} (byte hit rate {rate(result['byte_hit_rate'])}{kept}); "
         f"{result['hot_experts']} of {result['experts']} experts hot, {gib(result['hot_bytes'])} of "
         f"{gib(result['budget_bytes'])}; {result['swaps']} swaps in {result['updates']} updates"
     )

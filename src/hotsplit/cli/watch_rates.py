@@ -52,10 +52,14 @@ class Figures:
     """Of routed pairs between two changes: of decode, and of prefill where there was no decode."""
     byte_hit_ratio: float | None
     """Touched bytes that were hot, of all touched, between two changes; both phases."""
+    kept_ratio: float | None
+    """Touched bytes that lay in slots for cold rows, likewise; 0 where there are none."""
     hit_ratio_window: float | None
     """Of the last update's window, as the server shows it, and so the next four; of all: the mean of the ranks."""
     byte_hit_ratio_window: float | None
     """The same of bytes."""
+    kept_ratio_window: float | None
+    """The same of bytes that lay in slots; None also where there are no slots."""
     oracle_ratio_window: float | None
     """What the best experts for that window would have had."""
     oracle_gap_ratio: float | None
@@ -90,6 +94,11 @@ class Figures:
     """Seconds between the two changes; None while no rates are known."""
     state: str
     """"live", "idle" (no change for a while), "waiting" (no rates yet) or "gone" (no longer in the answer)."""
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether cold rows are known to stay in slots."""
+        return self.kept_ratio_window is not None or bool(self.kept_ratio)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,9 +240,11 @@ def _figures(spans: Sequence[_Span], *, state: str) -> Figures:
     cold = [_ratio(span.grown.get("touched_bytes/cold"), span.grown.get("steps")) for span in spans]
     return Figures(
         hit_ratio=_hit_ratio(spans),
-        byte_hit_ratio=_share(spans, part="touched_bytes/hot", rest="touched_bytes/cold"),
+        byte_hit_ratio=_share_of_touched(spans, "touched_bytes/hot"),
+        kept_ratio=_share_of_touched(spans, "kept_bytes"),
         hit_ratio_window=hit,
         byte_hit_ratio_window=_mean(spans, "byte_hit_ratio_window"),
+        kept_ratio_window=_mean(spans, "kept_ratio_window"),
         oracle_ratio_window=oracle,
         oracle_gap_ratio=None if hit is None or oracle is None else oracle - hit,
         drift_ratio=_mean(spans, "drift_ratio"),
@@ -267,9 +278,12 @@ def _hit_ratio(spans: Sequence[_Span]) -> float | None:
     return None
 
 
-def _share(spans: Sequence[_Span], *, part: str, rest: str) -> float | None:
-    hot, cold = (_sum_of([span.grown.get(name) for span in spans if span.grown]) for name in (part, rest))
-    return None if hot is None or cold is None else _ratio(hot, hot + cold)
+def _share_of_touched(spans: Sequence[_Span], name: str) -> float | None:
+    part, hot, cold = (
+        _sum_of([span.grown.get(each) for span in spans if span.grown])
+        for each in (name, "touched_bytes/hot", "touched_bytes/cold")
+    )
+    return None if hot is None or cold is None else _ratio(part, hot + cold)
 
 
 def _rate(span: _Span, names: Sequence[str]) -> float | None:

@@ -41,6 +41,8 @@ class _Row:
     """A change that fills the bars' height, at least: smaller ones are not made to look large."""
     keep: int = 2
     """Rows with less go first where a screen is too low."""
+    is_known: Callable[[Figures], bool] = lambda _: True
+    """Whether there is such a thing, of all ranks together; else the row is left out."""
 
 
 def screen(frame: Frame, *, width: int, height: int, bars: str = BLOCKS) -> Group:
@@ -69,7 +71,7 @@ def screen(frame: Frame, *, width: int, height: int, bars: str = BLOCKS) -> Grou
         title = "all" if rank is None else f"rank {rank}"
         grid.add_column(title, width=wide - 1, justify="right", no_wrap=True, header_style="bold")
     taken = sum(-(-line.cell_len // width) for line in heading)
-    for row in _fitting(height - taken - 1):
+    for row in _fitting([row for row in _ROWS if row.is_known(frame.all)], lines=height - taken - 1):
         figures = [_of(frame, rank) for rank in columns]
         grid.add_row(row.label, *(row.show(one) for one in figures), style="dim" if frame.error else "")
         if row.course is not None:
@@ -95,6 +97,7 @@ def plain(frame: Frame) -> str:
         "ranks": str(len(frame.ranks)),
         "hit": _fixed(figures.hit_ratio, 3),
         "byte_hit": _fixed(figures.byte_hit_ratio, 3),
+        **({"kept": _fixed(figures.kept_ratio, 3)} if figures.has_slots else {}),
         "window_hit": _fixed(figures.hit_ratio_window, 3),
         "oracle": _fixed(figures.oracle_ratio_window, 3),
         "gap": _fixed(figures.oracle_gap_ratio, 3),
@@ -156,9 +159,9 @@ def _line(text: str, style: str = "") -> Text:
     return Text(printable(text), style=style)
 
 
-def _fitting(lines: int) -> Sequence[_Row]:
+def _fitting(known: Sequence[_Row], *, lines: int) -> Sequence[_Row]:
     """The rows that so many lines hold: the bars go before the rows, those of less weight first."""
-    rows = list(_ROWS)
+    rows = list(known)
     for keep in (0, 1):
         for row in [row for row in reversed(rows) if row.keep == keep]:
             if _height(rows) > lines:
@@ -235,6 +238,7 @@ def _points(value: float | None) -> str:
 _ROWS: Final = (
     _Row(label="hit rate", show=lambda f: rate(f.hit_ratio), course=lambda f: f.hit_ratio, least=0.05),
     _Row(label="byte hit rate", show=lambda f: rate(f.byte_hit_ratio)),
+    _Row(label="kept in slots", show=lambda f: rate(f.kept_ratio), is_known=lambda f: f.has_slots),
     _Row(label="cold per step", show=lambda f: _bytes(f.cold_bytes_per_step), course=lambda f: f.cold_bytes_per_step),
     _Row(label="tokens/s", show=lambda f: _per_second(f.tokens_per_s), course=lambda f: f.tokens_per_s),
     _Row(label="  of decode", show=lambda f: _per_second(f.decode_tokens_per_s), keep=1),

@@ -40,18 +40,22 @@ class Counters:
     touched_hot_bytes: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
     """Row bytes of the distinct hot experts touched, summed over steps."""
     touched_cold_bytes: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
-    """Row bytes of the distinct cold experts touched, summed over steps: what crossed the slow link."""
+    """Row bytes of the distinct cold experts touched, summed over steps: what crossed the slow link, but for the next."""
+    kept_bytes: dict[Phase, int] | None = None
+    """Of touched_cold_bytes, those of rows that still lay in a slot; None where there are no slots."""
     steps: int = 0
     """Steps with at least one routed layer."""
 
     @classmethod
-    def zeros(cls, shape: tuple[int, int]) -> Counters:
+    def zeros(cls, shape: tuple[int, int], *, has_slots: bool = False) -> Counters:
         """Nothing counted yet.
 
         Args:
             shape: Layers and experts.
+            has_slots: Whether cold rows may stay in slots.
         """
-        return cls(counts={phase: np.zeros(shape, np.int64) for phase in PHASES})
+        counts: dict[Phase, npt.NDArray[np.int64]] = {phase: np.zeros(shape, np.int64) for phase in PHASES}
+        return cls(counts=counts, kept_bytes=dict.fromkeys(PHASES, 0) if has_slots else None)
 
     def copy(self) -> Counters:
         """A reading, to take differences from."""
@@ -61,6 +65,7 @@ class Counters:
             hits=dict(self.hits),
             touched_hot_bytes=dict(self.touched_hot_bytes),
             touched_cold_bytes=dict(self.touched_cold_bytes),
+            kept_bytes=None if self.kept_bytes is None else dict(self.kept_bytes),
             steps=self.steps,
         )
 
@@ -83,6 +88,8 @@ class Window:
     """Hits / pairs; None for an empty window."""
     byte_hit_ratio: float | None
     """Touched hot bytes / touched bytes; None for an empty window."""
+    kept_ratio: float | None = None
+    """Touched cold bytes that lay in a slot / touched bytes; None for an empty window, and where there are no slots."""
 
 
 def window_between(before: Counters, after: Counters) -> Window:
@@ -98,6 +105,9 @@ def window_between(before: Counters, after: Counters) -> Window:
     pairs = int(counts_LE.sum())
     hot_bytes = after.touched_hot_bytes[phase] - before.touched_hot_bytes[phase]
     cold_bytes = after.touched_cold_bytes[phase] - before.touched_cold_bytes[phase]
+    touched, kept = hot_bytes + cold_bytes, None
+    if before.kept_bytes is not None and after.kept_bytes is not None:
+        kept = after.kept_bytes[phase] - before.kept_bytes[phase]
     return Window(
         phase=phase,
         counts=counts_LE,
@@ -105,5 +115,6 @@ def window_between(before: Counters, after: Counters) -> Window:
         steps=after.steps - before.steps,
         cold_bytes=cold_bytes,
         hit_ratio=(after.hits[phase] - before.hits[phase]) / pairs if pairs else None,
-        byte_hit_ratio=hot_bytes / (hot_bytes + cold_bytes) if hot_bytes + cold_bytes else None,
+        byte_hit_ratio=hot_bytes / touched if touched else None,
+        kept_ratio=kept / touched if touched and kept is not None else None,
     )

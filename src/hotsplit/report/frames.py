@@ -135,15 +135,28 @@ def _course(run: Run) -> str:
 
 
 def _updates(rank: int, lines: Sequence[UpdateLine]) -> Html:
+    kept = ["kept in slots"] if any(line.kept is not None for line in lines) else []
     shown = np.unique(np.linspace(0, len(lines) - 1, min(TABLE_UPDATES, len(lines))).round().astype(int))
     rows = [
         [
-            f"{line.update:,}", f"{line.step:,}", percent(line.hit), percent(line.byte_hit), percent(line.oracle),
+            f"{line.update:,}", f"{line.step:,}", percent(line.hit), percent(line.byte_hit),
+            *(percent(line.kept) for _ in kept), percent(line.oracle),
             "-" if line.drift is None else f"{line.drift:.2f}", str(line.swaps), f"{line.moved_mib:,.1f}", f"{line.cost_ms:.1f}",
         ]
         for line in (lines[n] for n in shown)
     ]  # fmt: skip
-    columns = ["update", "step", "hit rate", "byte hit rate", "in reach", "drift", "swaps", "MiB moved", "cost, ms"]
+    columns = [
+        "update",
+        "step",
+        "hit rate",
+        "byte hit rate",
+        *kept,
+        "in reach",
+        "drift",
+        "swaps",
+        "MiB moved",
+        "cost, ms",
+    ]
     return details(f"Updates of rank {rank} as a table", table(f"Updates of rank {rank}", columns=columns, rows=rows))
 
 
@@ -156,6 +169,7 @@ def _state(snapshot: MetricsSnapshot) -> Html:
     ]
     pairs += [
         ("byte hit rate", percent(snapshot.touched_hot_bytes / touched) if touched else "-"),
+        *([("kept in slots", f"{percent(snapshot.kept_bytes / touched)} of the bytes")] if snapshot.kept_bytes else []),
         ("steps", f"{snapshot.steps:,}"),
         ("tokens", ", ".join(f"{count:,} {phase}" for phase, count in sorted(snapshot.tokens.items()))),
         (

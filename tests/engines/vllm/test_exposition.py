@@ -30,6 +30,7 @@ SNAPSHOT = MetricsSnapshot(
     hit_pairs={"decode": 5, "prefill": 1},
     touched_hot_bytes=700,
     touched_cold_bytes=300,
+    kept_bytes=200,
     steps=4,
     swaps_done=7,
     swaps_refused=2,
@@ -41,6 +42,7 @@ SNAPSHOT = MetricsSnapshot(
     budget_bytes=1100,
     hit_ratio_window=0.75,
     byte_hit_ratio_window=0.1 + 0.2,
+    kept_ratio_window=0.1 + 0.1,
     oracle_ratio_window=0.875,
     drift_ratio=0.25,
     update_seconds=0.002,
@@ -170,8 +172,8 @@ def test_before_the_first_snapshot_there_is_nothing(registry, scraped_together, 
 
 
 def test_before_the_first_update_the_window_is_absent_and_not_zero(registry, tmp_path):
-    fresh = {"hit_ratio_window": None, "byte_hit_ratio_window": None, "oracle_ratio_window": None}
-    write_snapshot(replace(SNAPSHOT, **fresh, drift_ratio=None, update_seconds=None), tmp_path)
+    ratios = ("hit_ratio_window", "byte_hit_ratio_window", "kept_ratio_window", "oracle_ratio_window", "drift_ratio")
+    write_snapshot(replace(SNAPSHOT, **dict.fromkeys(ratios), update_seconds=None), tmp_path)
     expose(tmp_path)
     text = text_of(registry)
     assert "hotsplit_steps_total" in text

@@ -180,10 +180,16 @@ class _Native:
     def report(self, dense: FastDense, *, norms: FastNorms, routers: FastRouters) -> None:
         """Say what runs where."""
         threads = torch.get_num_threads() if fast_library.parallel_function() else 1
-        served = f"{len(dense.layers)} linear layers, {len(norms.norms)} norms, {len(routers.routers)} routers"
+        numbers = {
+            "thread": threads,
+            "linear layer": len(dense.layers),
+            "norm": len(norms.norms),
+            "router": len(routers.routers),
+        }
+        served = ", ".join(f"{number} {what}{'' if number == 1 else 's'}" for what, number in numbers.items())
         share = max([dense.share, routers.share, *self._shares.values()])
-        what = "kernel fast: %s, %d threads, %s; errors are at most %.0f %% of what rounding explains"
-        logger.info(what, self.library.paths[-1], threads, served, 100 * share)
+        what = "kernel fast: %s, %s; errors are at most %.0f %% of what rounding explains"
+        logger.info(what, self.library.paths[-1], served, 100 * share)
 
 
 def _exactly(layer: ExpertsLayer) -> ExpertsLayer:

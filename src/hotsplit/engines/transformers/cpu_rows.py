@@ -26,6 +26,7 @@ def cold_choice(opened: Opened, *, budget: int, config: HotsplitConfig) -> ColdC
     top_k = sizes.identity.top_k or 1
     least = int(sizes.row_bytes.sum()) * (top_k + 1) if config.dynamic else 0
     return choose_cold(
+        expert_bytes=sizes.expert_bytes,
         cold_bytes=sizes.expert_bytes - budget,
         cache_bytes=None if available is None else available - sizes.dense_bytes - budget,
         room_bytes=0 if config.plan is not None else max(budget - least, 0),

@@ -357,7 +357,7 @@ def _put_together(
         banks,
         plan=choice.plan,
         sizes=sizes,
-        options=_engine_options(config, choice=choice),
+        options=_engine_options(config, budget_bytes=choice.plan.stages[0].budget_bytes + banks.slot_bytes),
         notices=[*choice.notices, *([thrash] if thrash else []), *notices],
         origin=choice.origin,
     )
@@ -365,11 +365,11 @@ def _put_together(
     drive(loaded, steps=Steps(banks))
 
 
-def _engine_options(config: HotsplitConfig, *, choice: PlanChoice) -> EngineOptions:
+def _engine_options(config: HotsplitConfig, *, budget_bytes: int) -> EngineOptions:
     return EngineOptions(
         learn_into=config.state_path if config.dynamic and config.learned == "use" else None,
         run_dir=new_run_dir(config.state_path),
-        budget_bytes=choice.plan.stages[0].budget_bytes,
+        budget_bytes=budget_bytes,
         dynamic=config.dynamic,
     )
 
@@ -388,7 +388,7 @@ def _report(engine: Engine) -> None:
         len(hot),
         int(hot.sum()),
         len(hot) * (engine.sizes.identity.num_experts or 0),
-        gib(engine.banks.hot_bytes),
+        gib(engine.banks.hot_bytes - engine.banks.slot_bytes),
         "unknown" if proof.hit_rate is None else f"{proof.held_out or proof.hit_rate:.3f}",
         engine.origin,
     )

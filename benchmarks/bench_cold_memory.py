@@ -8,7 +8,7 @@ rows that have to be read. Three questions:
     slots    how much of the memory that experts get should be slots?
     policy   which row should a slot give up?
     choice   how large must the page cache be beside a budget, that rows are better read through it than directly, into slots
-             that take half of that budget? In milliseconds: each MB costs COST there (bench_cold_path.py).
+             that take half of that budget? In milliseconds: each MB costs COST.
 
 Writes results/cold_memory.json.
 
@@ -42,8 +42,8 @@ BUDGETS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75)
 """Share of all experts that a budget is worth, where page cache and slots are compared."""
 CACHES = (0.05, 0.075, 0.1, 0.125, 0.15, 0.2)
 """The same of the page cache."""
-COST = {"page cache": 1.3, "direct": 0.8}
-"""Milliseconds per MB that is read. Source: results/cold_path.json."""
+COST = {"page cache": 1.3, "direct": 0.6}
+"""Milliseconds per MB that is read. Source: decision 43."""
 TOKENS = 1500
 """Of a stream; a tenth of them warms it up."""
 COMPARED_TOKENS = 500

@@ -26,6 +26,8 @@ from environment import environment, load_average
 from make_model import SIZES, make_model
 from race_cgroup import memory_limit
 
+from hotsplit.bank.cold_choice import RECENT_SHARE
+
 _HERE = Path(__file__).parent
 _RESULT = _HERE / "results" / "cold_path.json"
 _QUESTION = "How should cold rows be read while the model runs, and do swaps stall a step?"
@@ -35,15 +37,15 @@ _SWAPPING: Mapping[str, Any] = {"dyn_steps": 4, "dyn_margin": 1.0, "dyn_half_lif
 """So restless that swaps are always under way."""
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
-    "page cache": {"slots": 0, "threads": 2},
-    "direct": {"slots": 32, "threads": 2},
-    "direct, recent rows kept": {"slots": 128, "threads": 2},
-    "advice, then a touch": {"slots": 0, "threads": 2},
-    "reading threads, page cache": {"slots": 0, "threads": 2},
-    "reading threads, populate alone": {"slots": 0, "threads": 2},
-    "direct, 4 threads": {"slots": 32, "threads": 4},
+    "page cache": {"slot_share": 0.0, "threads": 2},
+    "direct": {"slot_share": RECENT_SHARE, "threads": 2},
+    "direct, few slots": {"slot_share": 1 / 16, "threads": 2},
+    "direct, 4 threads": {"slot_share": RECENT_SHARE, "threads": 4},
+    "advice, then a touch": {"slot_share": 0.0, "threads": 2},
+    "reading threads, page cache": {"slot_share": 0.0, "threads": 2},
+    "reading threads, populate alone": {"slot_share": 0.0, "threads": 2},
 }
-"""By name: how cold rows are read. Slots come out of the hot budget."""
+"""By name: how cold rows are read. Slots come out of the hot budget, of which they take so much."""
 
 REGIMES: Mapping[str, float | None] = {"all": None, "half": 0.5, "a quarter": 0.25, "a tenth": 0.1, "nothing": 0.0}
 """By name: share of the cold bytes that the page cache may hold; "nothing" drops them before every token."""

@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -53,8 +53,7 @@ class Counted:
 def _threads(self: ColdRows, key: tuple[int, int]) -> None:
     """Reading threads for the page cache too; they make the pages present, with read-ahead of our own or without."""
     if not self._files.is_present(self._ranges_of(key)):
-        done = self._pool.submit(self._files.make_present, self._ranges_of(key))
-        _PENDING[key] = done
+        _PENDING[key] = _POOL.submit(self._files.make_present, self._ranges_of(key))
 
 
 def _await_thread(self: ColdRows, key: tuple[int, int]) -> None:
@@ -65,6 +64,7 @@ def _await_thread(self: ColdRows, key: tuple[int, int]) -> None:
 
 
 _PENDING: dict[tuple[int, int], Future[None]] = {}
+_POOL = ThreadPoolExecutor(2)
 
 
 def _ahead(self: ColdRows, key: tuple[int, int]) -> None:
@@ -74,12 +74,13 @@ def _ahead(self: ColdRows, key: tuple[int, int]) -> None:
 
 
 @contextmanager
-def _way(name: str, *, slots: int, threads: int) -> Iterator[None]:
+def _way(name: str, *, slot_share: float, threads: int) -> Iterator[None]:
     """Have load() read cold rows in one way."""
     rows_options = loading.rows_options
 
-    def choice(opened: Any, **_: Any) -> ColdChoice:
+    def choice(opened: Any, *, budget: int, **_: Any) -> ColdChoice:
         slot_bytes = slot_needs(opened.source).slot_bytes
+        slots = int(slot_share * budget) // slot_bytes
         return ColdChoice(is_direct=bool(slots), slots=slots, slot_bytes=slot_bytes, text=f"{name}, {slots} slots")
 
     def options(*arguments: Any, **named: Any) -> Any:
@@ -103,7 +104,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     """Decode tokens one by one, in one regime after the other.
 
     Args:
-        job: folder, way, slots, threads, kernel, hot_gib, counts, histogram, tokens, warm, regimes, group, settings.
+        job: folder, way, slot_share, threads, kernel, hot_gib, counts, histogram, tokens, warm, regimes, group, settings.
 
     Returns:
         What was found, by regime.
@@ -115,7 +116,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     folder = Path(job["folder"])
     files = sorted(folder.glob("*.safetensors"))
     drop_pages(files)
-    with _way(job["way"], slots=job["slots"], threads=job["threads"]):
+    with _way(job["way"], slot_share=job["slot_share"], threads=job["threads"]):
         model = hotsplit.load(
             folder,
             hot_gib=job["hot_gib"],

@@ -26,8 +26,9 @@ _CACHED = {
     "llama_ms": "llama.cpp",
 }
 _DRIFT = {
+    "whole": "hotsplit, as it comes, static",
+    "dynamic": "hotsplit, as it comes, dynamic",
     "half": "hotsplit, 50% hot, static",
-    "dynamic": "hotsplit, 50% hot, dynamic",
     "none": "hotsplit, none hot",
     "llama": "llama.cpp",
     "accelerate": "accelerate disk offload",

@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from hotsplit.bank.workers import Job, Workers
+
 LIMIT_S = 120.0
 """From which on it is a hang."""
 _LOOK_S = 0.005
@@ -44,3 +46,14 @@ def set_when(event: threading.Event, condition: Callable[[], object]) -> threadi
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     return thread
+
+
+def finish(workers: Workers) -> None:
+    """Wait for what threads have been given so far; there is one of them.
+
+    Args:
+        workers: Theirs.
+    """
+    job = Job(lambda: None)
+    assert workers.do(job)
+    job.result()

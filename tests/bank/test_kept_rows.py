@@ -30,6 +30,7 @@ from hotsplit.bank.staging import Staging
 from hotsplit.errors import BankError
 from hotsplit.plan.counters import window_between
 from hotsplit.plan.rebalance import RebalanceOptions
+from patience import LIMIT_S, set_when
 
 E, LAYERS = 6, 2
 HOT = ((2, 0), (3, 1))
@@ -236,7 +237,7 @@ def test_notes_that_outlive_their_step_are_found(source, monkeypatch):
     banks.close()
 
 
-def test_an_interrupt_at_any_instruction_of_a_step_leaves_counts_that_add_up(source, monkeypatch):
+def test_an_interrupt_at_every_seventh_instruction_of_a_step_leaves_counts_that_add_up(source, monkeypatch):
     banks = build(source, slots=3, is_direct=True)
     witness, at, is_inside = Witness(banks, source, patch=monkeypatch), 0, True
     modules = [cold_reads, kept_rows, route, staging]
@@ -280,16 +281,16 @@ def test_a_read_that_fails_leaves_no_count_and_the_next_step_fetches_anew(source
 
 
 def test_a_row_that_a_broken_step_is_still_reading_is_not_kept(source, rows_of, monkeypatch):
-    banks, go, read = build(source, slots=3, is_direct=True), threading.Event(), Staging.read
+    banks, go, read, notes = build(source, slots=3, is_direct=True), threading.Event(), Staging.read, []
     witness = Witness(banks, source, patch=monkeypatch)
-    monkeypatch.setattr(Staging, "read", lambda *arguments: go.wait(10) and read(*arguments))
+    monkeypatch.setattr(Staging, "read", lambda *arguments: go.wait(LIMIT_S) and read(*arguments))
     with pytest.raises(ZeroDivisionError), banks.step(phase="decode", is_padding=None):
         witness._forward(0, torch.tensor([[2, 1]]), breaks=True)  # expert 2 is hot, and breaks off while 1 is read
-    timer = threading.Timer(0.05, go.set)
-    timer.start()
+    note = KeptRows.note
+    monkeypatch.setattr(KeptRows, "note", lambda *given, **named: (note(*given, **named), notes.append(given)))
+    set_when(go, lambda: notes)
     witness.step([[[1, 2]], [[3, 1]]])
     assert {"hot": rows_of(3), "kept": 0, "fetched": rows_of(1)} == counted(banks)["decode"]
-    timer.join()
     banks.close()
 
 

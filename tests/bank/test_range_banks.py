@@ -18,10 +18,10 @@ from hotsplit.bank.range_banks import RangeBankOptions, RangeBanks
 from hotsplit.bank.range_rows import RangeRows
 from hotsplit.bank.ranges import BankFile
 from hotsplit.bank.rows import place
-from hotsplit.bank.workers import Job
 from hotsplit.errors import BankError
 from hotsplit.metrics import UpdateLine
 from hotsplit.plan.rebalance import RebalanceOptions
+from patience import finish
 
 E = 6
 HOT = [(4, 1), (0, 3, 5)]
@@ -226,9 +226,7 @@ def shifting(num_steps, *, seed=3):
 
 def settle(bank):
     """Wait for the copies under way: the machine of a test may be slow, and its steps are very short."""
-    job = Job(lambda: None)
-    assert bank.banks._swaps._worker.do(job)
-    job.result()
+    finish(bank.banks._swaps._worker)
 
 
 def test_experts_stay_whole_in_every_step_while_they_move_both_ways(make):

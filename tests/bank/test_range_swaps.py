@@ -16,9 +16,8 @@ from hotsplit.bank.ranges import BankFile
 from hotsplit.bank.route import Router
 from hotsplit.bank.rows import place
 from hotsplit.bank.swap import SwapBackend, Swapper
-from hotsplit.bank.workers import Job
 from hotsplit.errors import BankError, SwapError
-from patience import LIMIT_S, set_when
+from patience import LIMIT_S, finish, set_when
 
 NUM_EXPERTS = 6
 HOT = [(4, 1), (0, 3, 5), (2,)]
@@ -60,9 +59,7 @@ class Bank:
 
     def settle(self):
         """Wait for the copies under way, then tick."""
-        job = Job(lambda: None)
-        assert self.backend._worker.do(job)
-        job.result()
+        finish(self.backend._worker)
         return self.swapper.tick()
 
     def close(self):

@@ -15,9 +15,11 @@ from bank.toy_source import same, toy_source
 from hotsplit.bank import staging as module
 from hotsplit.bank.build import build_pointer_rows, place_layers
 from hotsplit.bank.cold_choice import slot_needs
+from hotsplit.bank.cpu import CpuSwapBackend
 from hotsplit.bank.direct import DirectReader
 from hotsplit.bank.mapped import MappedFiles
 from hotsplit.bank.pointers import RowsOptions
+from hotsplit.bank.route import Router
 from hotsplit.bank.staging import HALF_LIFE, Staging
 
 BLOCK = 4096
@@ -174,19 +176,111 @@ def test_a_slot_that_another_row_takes_while_it_is_copied_from_is_no_copy(rows_o
     assert same(source.expected[0, 3], rows.tensors(0, 1)), "read from the files instead"
 
 
-def test_what_was_copied_to_a_hot_row_is_the_first_to_go(rows_of):
+def in_slot(staging, source, expert, *, turn=0):
+    """A row of layer 0 in a slot, as it is when its bytes are there and nobody has said yet whether they are whole."""
+    slot = staging.take((0, expert), turn=turn)
+    row = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in source.expected[0, expert].values()])
+    pieces, start = [], row.data_ptr()
+    for part in source.layouts[0].tensors:
+        pieces.append((start, part.offset, part.num_bytes))
+        start += part.num_bytes
+    staging.copy(slot, pieces, layout=source.layouts[0])
+    return slot
+
+
+def copied(staging, source, expert):
+    """Whether a row is copied out, and what came of it."""
+    layout = source.layouts[0]
+    target = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    is_whole = staging.copy_out((0, expert), layout=layout, address=target.data_ptr())
+    parts = {part.name: target[part.offset : part.offset + part.num_bytes] for part in layout.tensors}
+    return is_whole, {part.name: parts[part.name].view(part.dtype).view(part.shape) for part in layout.tensors}
+
+
+def test_bytes_that_nobody_has_vouched_for_yet_are_not_copied_out(tmp_path):
+    source, staging = toy_source(tmp_path), slots_of(2)
+    assert (False, 0) == (copied(staging, source, 1)[0], len(staging._slots))
+    slot = in_slot(staging, source, 1)
+    assert not copied(staging, source, 1)[0], "a page of it may have been lost, and the slot then holds zeros"
+    slot.is_reading = False
+    is_whole, tensors = copied(staging, source, 1)
+    assert is_whole
+    assert same(source.expected[0, 1], tensors)
+
+
+def test_a_slot_that_an_interrupt_has_left_between_two_rows_has_nothing_of_the_old_one(tmp_path):
+    source, staging = toy_source(tmp_path), slots_of(1)
+    in_slot(staging, source, 1).is_reading = False
+    del staging._slots[0, 1]  # drop() was cut off here
+    slot = staging.take((0, 2), turn=5)
+    slot.is_reading = False
+    assert slot.tensors is None
+    assert not copied(staging, source, 2)[0]
+
+
+def test_the_same_row_read_anew_while_it_is_copied_is_no_copy(tmp_path, monkeypatch):
+    source, staging = toy_source(tmp_path), slots_of(1)
+    in_slot(staging, source, 1).is_reading = False
+    move, has_moved = ctypes.memmove, []
+
+    def late(*arguments):
+        move(*arguments)
+        if not has_moved:
+            has_moved.append(True)
+            staging.drop((0, 1))
+            in_slot(staging, source, 1).is_reading = False
+
+    monkeypatch.setattr(module.ctypes, "memmove", late)
+    assert not copied(staging, source, 1)[0]
+    assert copied(staging, source, 1)[0]
+
+
+def test_copies_beside_steps_that_take_the_slots_are_whole_or_none(tmp_path):
+    source, staging, has_ended = toy_source(tmp_path, num_experts=8), slots_of(2), threading.Event()
+
+    def steps():
+        for turn in range(3000):
+            if staging.find((0, turn * 5 % 8), turn=turn) is None:
+                in_slot(staging, source, turn * 5 % 8, turn=turn).is_reading = False
+        has_ended.set()
+
+    stepping = threading.Thread(target=steps)
+    stepping.start()
+    num_whole, expert = 0, 0
+    while not has_ended.is_set():
+        expert = (expert + 3) % 8
+        is_whole, tensors = copied(staging, source, expert)
+        num_whole += is_whole
+        assert not is_whole or same(source.expected[0, expert], tensors)
+    stepping.join()
+    assert num_whole
+
+
+def test_an_expert_that_has_become_hot_gives_its_slot_up(rows_of):
     rows, source = rows_of(is_split=False)
+    layers = place_layers(((0,), (0,)), num_experts=4, dynamic=True, inclusive=True)
+    router = Router(layers, row_bytes=[layout.num_bytes for layout in source.layouts])
+    backend, first = CpuSwapBackend(rows, router=router, files=source.files), rows.first_cold(0)
+    rows.ask(0, [first + 3])
+    list(rows.arrivals(0, [first + 3]))
+    backend.copy("side", layer_id=0, source_row=first + 3, target_row=1)
+    backend.record("side").result()
+    assert (0, 3) in rows._staging._slots, "a step between may still want it there"
+    backend.publish(0, expert=3, row=1)
+    assert (0, 3) not in rows._staging._slots
+    backend.publish(0, expert=0, row=first)
+    rows.ask(0, [first + 3, first])
+    assert {first, first + 3} == set(rows.arrivals(0, [first + 3, first]))
+    assert same(source.expected[0, 3], rows.tensors(0, first + 3)), "who wants it as a cold one all the same has it"
+    backend.close()
+
+
+def test_rows_of_one_call_do_not_take_each_others_slots(rows_of):
+    rows, _ = rows_of(is_split=False)
     first = rows.first_cold(0)
-    for expert in (1, 3, 3, 3, 2):
+    for expert in (1, 2, 3):
         rows.ask(0, [first + expert])
         list(rows.arrivals(0, [first + expert]))
-        rows.ask(1, [])
-    rows.fill(0, expert=3, row=1, reader=NoReader())
-    rows.ask(1, [first + 1])
-    list(rows.arrivals(1, [first + 1]))
-    staging = rows._staging
-    assert [True, True, False] == [(0, expert) in staging._slots for expert in (1, 2, 3)]
-    rows.ask(0, [first + 3])
-    assert [first + 3] == list(rows.arrivals(0, [first + 3]))
-    assert same(source.expected[0, 3], rows.tensors(0, first + 3)), "and who wants it as a cold one all the same has it"
-    assert torch.isfinite(torch.tensor(staging._wants[0, 3]))
+    rows.ask(0, [first, first + 1, first + 2, first + 3])
+    assert 3 == rows.cold_counts.kept_rows
+    list(rows.arrivals(0, [first, first + 1, first + 2, first + 3]))

@@ -27,8 +27,8 @@ from hotsplit.units import gib
 
 KEEPS_RATIO: Final = 1 / 6
 """Of all expert bytes that the page cache must have room for. With less it saves too few reads for what each costs by it, 1.3
-to 1.4 ms per MB, cached pages thrown out for it included, and directly 0.6 to 0.8. Source: decision 43."""
-FITS_RATIO: Final = 0.4
+ms per MB, cached pages thrown out for it included, and directly 0.4 to 0.8. Source: decision 43."""
+FITS_RATIO: Final = 1 / 3
 """Of the cold bytes that suffices too, where a large budget leaves few of them. Source: the same."""
 RECENT_SHARE: Final = 1 / 2
 """Of the budget that slots for direct reads take. Source: decision 41."""

@@ -6,7 +6,7 @@
 
 Exactly the pages of the rows asked for are read, and the next layer is never guessed. A row comes from one of
 
-    staging      slots that direct reads fill, past the page cache; the latest rows stay there     (where there are any)
+    staging      slots that direct reads fill, past the page cache; those wanted just now stay     (where there are any)
     page cache   the mapped file itself, without a copy
 
 What is in neither is read into a slot, or into the page cache, as cold_choice.py has it; into the page cache also with
@@ -110,8 +110,11 @@ class ColdRows:
         self._failed.clear()
         self._forget_gathered()
         try:
-            for expert in experts:
-                self._begin((layer_id, expert))
+            keys = [(layer_id, expert) for expert in experts]
+            for key in keys:
+                self._slot(key)  # held from now on, so that none gives its slot up to another of these
+            for key in keys:
+                self._begin(key)
         except BaseException:
             if self._staging:
                 self._staging.drop_unfinished(keep=self._reading)  # a slot that was taken for a read never begun

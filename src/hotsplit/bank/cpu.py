@@ -1,8 +1,8 @@
 """The swap protocol's streams on a CPU: steps run on the caller's thread, copies on one worker thread.
 
 The compute stream is the calling thread itself: what was enqueued there has run by the time the call returns, so its
-events are born done and waiting for them costs nothing. The side stream is one worker thread that reads rows from the
-files into the arena; its events are its jobs.
+events are born done and waiting for them costs nothing. The side stream is one worker thread that brings rows into the
+arena, from their slots or from the files; its events are its jobs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CpuSwapBackend:
         self._worker = Workers(1, name="hotsplit-side", prepare=stay_behind)
         self._last: _Event = None
         self.copied_bytes = 0
-        """Bytes that finished copies have read; written by the worker alone."""
+        """Bytes of finished copies; written by the worker alone."""
 
     def record(self, stream: Stream) -> _Event:
         """An event behind everything enqueued on the stream so far.
@@ -80,7 +80,7 @@ class CpuSwapBackend:
         return True
 
     def copy(self, stream: Stream, *, layer_id: int, source_row: int, target_row: int) -> None:
-        """Enqueue the read of a home row into a hot row.
+        """Enqueue the copy of a home row into a hot row.
 
         Args:
             stream: "side".
@@ -109,6 +109,8 @@ class CpuSwapBackend:
             row: Its row from now on.
         """
         self._router.publish(layer_id, expert=expert, row=row)
+        if self._rows.is_hot(layer_id, row):
+            self._rows.let_go(layer_id, expert=expert)
 
     def close(self) -> None:
         """Finish the copy under way, forget the queued ones, and let the thread and the files go."""

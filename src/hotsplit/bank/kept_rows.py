@@ -39,5 +39,6 @@ class KeptRows:
 
     def at(self) -> tuple[list[int], list[int]]:
         """Layers and experts of the rows that lay in a slot when the step first asked for them, pair by pair."""
-        found = [key for key, is_kept in self._first.items() if is_kept]
+        notes = list(self._first.items())  # at once: another thread may look at the counters while a step notes rows
+        found = [key for key, is_kept in notes if is_kept]
         return [layer_id for layer_id, _ in found], [expert for _, expert in found]

@@ -193,12 +193,23 @@ class PointerRows:
         start = self._starts[layer_id] + row * layout.num_bytes
         if self._staging is not None:
             with self._arena.part(start, layout.num_bytes) as target:
-                if self._staging.copy_out((layer_id, expert), layout=layout, address=address_of(target)):
+                is_there = len(target) == layout.num_bytes  # a closed arena has no part
+                if is_there and self._staging.copy_out((layer_id, expert), layout=layout, address=address_of(target)):
                     return sum(span.num_bytes for span in spans)
         for span in spans:
             with self._arena.part(start + span.row_offset, span.num_bytes) as target:
                 reader.read_into(target, file=span.file, offset=span.offset)
         return sum(span.num_bytes for span in spans)
+
+    def let_go(self, layer_id: int, *, expert: int) -> None:
+        """An expert has become hot: what a slot keeps of it is not needed any more.
+
+        Args:
+            layer_id: Ordinal among MoE layers.
+            expert: Which.
+        """
+        if self._staging is not None:
+            self._staging.give_up((layer_id, expert))
 
     def expert_at(self, layer_id: int, row: int) -> int:
         """Whose home row this is.

@@ -1,7 +1,7 @@
 """Slots for cold rows that were read directly: where they arrive, and where those that traffic wants just now stay.
 
 A slot is asked for by the thread that runs the steps and filled by a reading thread. A row stays until its slot is
-needed for another one, the least wanted first: the one whose uses, each worth half after HALF_LIFE tokens, sum up to least.
+needed for another one, the least wanted first: the one whose uses, each worth half after HALF_LIFE steps, sum up to least.
 Uses count from before a row had a slot, so that one that comes again and again outlasts one that came last.
 What was handed out is *held*: it keeps its slot until the next turn.
 
@@ -15,11 +15,12 @@ import contextlib
 import ctypes
 import math
 import mmap
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hotsplit.bank.direct import DirectFiles, address_of
@@ -32,7 +33,7 @@ Key = tuple[int, int]
 """Layer and expert."""
 
 HALF_LIFE: Final = 30
-"""Tokens after which a use is worth half. Source: benchmarks/bench_cold_memory.py."""
+"""Steps after which a use is worth half: tokens, where a step decodes one. Source: benchmarks/bench_cold_memory.py."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,7 +61,7 @@ class Staging:
         files: To read from; None where rows are only copied.
         num_slots: Rows that have room.
         slot_bytes: Room of one, whole blocks.
-        turns: That a token takes: one per layer.
+        turns: That a step takes: one per layer.
 
     Raises:
         BankError: Memory does not suffice.
@@ -105,7 +106,7 @@ class Staging:
         if not self._free and not self._make_room(turn=turn):
             return None
         slot = self._free.pop()
-        slot.key, slot.turn, slot.is_reading = key, turn, True
+        slot.key, slot.turn, slot.is_reading, slot.tensors = key, turn, True, None
         self._slots[key] = slot
         self._count(key, slot, turn=turn)
         return slot
@@ -122,11 +123,20 @@ class Staging:
         slot.tensors, slot.is_reading = None, False
         self._free.append(slot)
 
+    def give_up(self, key: Key) -> None:
+        """Free the slot of a row that will not be wanted here soon, unless it is being read.
+
+        Args:
+            key: Of the row.
+        """
+        slot = self._slots.get(key)
+        if slot is not None and not slot.is_reading:
+            self.drop(key)
+
     def copy_out(self, key: Key, *, layout: RowLayout, address: int) -> bool:
         """Copy a row elsewhere, where it lies as in the arena; for other threads than the one that runs the steps.
 
         That one may take the slot for another row meanwhile: then its tensors are others, and the copy counts for nothing.
-        What is copied is soon needed here no longer, and the first to go.
 
         Args:
             key: Of the row.
@@ -138,15 +148,11 @@ class Staging:
         """
         slot = self._slots.get(key)
         tensors = None if slot is None else slot.tensors
-        if slot is None or tensors is None:
+        if slot is None or slot.is_reading or tensors is None:  # whether what was read is whole is not known yet
             return False
         for part in layout.tensors:
             ctypes.memmove(address + part.offset, tensors[part.name].data_ptr(), part.num_bytes)
-        is_whole = self._slots.get(key) is slot and slot.tensors is tensors
-        if is_whole:
-            self._wants[key] = -math.inf
-            self._wants_S[slot.number] = -math.inf
-        return is_whole
+        return self._slots.get(key) is slot and slot.tensors is tensors
 
     def drop_unfinished(self, *, keep: Container[Key] = ()) -> None:
         """Free what no thread will ever finish: in a forked process, or after an interrupt.
@@ -196,8 +202,11 @@ class Staging:
 
     def _make_room(self, *, turn: int) -> bool:
         """With all slots taken, free that of the row that is wanted least; False if each is held or being read."""
-        for number in self._wants_S.argsort():
-            slot = self._all[number]
+        slots = self._all
+        if not slots:  # closed meanwhile, by another thread
+            return False
+        for number in _by_wants(self._wants_S):
+            slot = slots[number]
             if slot.turn != turn and not slot.is_reading:
                 self.drop(slot.key)
                 return True
@@ -215,13 +224,19 @@ class Staging:
 
     def close(self) -> None:
         """Let go of memory and files; views that a caller still holds keep the memory until they go."""
+        self._all = []
         self._slots.clear()
         self._free.clear()
-        self._all.clear()
         self._memory = mmap.mmap(-1, mmap.PAGESIZE)
         self._content = torch.empty(0, dtype=torch.uint8)
         if self._files is not None:
             self._files.close()
+
+
+def _by_wants(wants_S: npt.NDArray[np.float64]) -> Iterator[int]:
+    """Numbers of slots, the least wanted first; that of the first one is enough but where it is held or being read."""
+    yield int(wants_S.argmin())
+    yield from wants_S.argsort().tolist()
 
 
 def _memory(num_bytes: int) -> mmap.mmap:

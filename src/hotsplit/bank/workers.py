@@ -134,7 +134,11 @@ class _Told:
 
     def wait(self) -> None:
         while not self.is_told:
-            self._ring.acquire(timeout=_LOOK_S)
+            self.look()
+
+    def look(self) -> None:
+        """Wait for a moment, or until it is told."""
+        self._ring.acquire(timeout=_LOOK_S)
 
 
 class _Claim:
@@ -225,9 +229,9 @@ class Job(Generic[Result]):
         return self._end.is_told or self.is_given_up
 
     def wait(self) -> None:
-        """Until it is done."""
-        if not self.is_given_up:
-            self._end.wait()
+        """Until it is done; another thread may give it up meanwhile."""
+        while not self.is_done:
+            self._end.look()
 
     def __call__(self) -> None:
         """Do it, unless it is done or given up."""

@@ -23,7 +23,7 @@ from hotsplit.errors import BankError, EngineError, UnsupportedEngineError
 from hotsplit.metrics import read_snapshot, snapshot_path
 from hotsplit.plan.choose import PlanRequest, choose_plan
 from hotsplit.plan.learned import load_learned
-from patience import until
+from patience import finish, until
 from plan_builders import sizes_of
 
 LAYERS = (3, 4)
@@ -121,7 +121,7 @@ def test_a_loaded_layer_computes_what_stock_does_while_its_experts_move(begin):
         for layer, row_ids in zip(layers, rows, strict=True):
             assert torch.equal(expected(), forward(layer, [row for row, _ in row_ids[:E]]))
         seen.add(str(rows[0][:E]))
-        session.banks._swaps._worker.submit(lambda: None).result(timeout=60)
+        finish(session.banks._swaps._worker)
     assert len(seen) > 3, "experts must have moved, or the test means nothing"
 
 

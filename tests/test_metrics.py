@@ -220,6 +220,7 @@ def test_samples_are_unique_and_pairs_are_hits_and_misses(snapshot):
         {"steps": True},
         {"swap_bytes": None},
         {"hit_ratio_window": 1.001},
+        {"kept_ratio_window": True},
         {"drift_ratio": -0.1},
         {"oracle_ratio_window": float("nan")},
         {"update_seconds": float("inf")},

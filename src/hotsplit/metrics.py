@@ -369,7 +369,12 @@ def _wrong(name: str, value: object, *, wanted: str) -> HotsplitError:
 
 def _require_between(name: str, value: object, *, high: float) -> None:
     # Rates are sums of fractions: the last bit may pass 1.
-    if not isinstance(value, int | float) or not 0 <= value <= high + 1e-9 or value == float("inf"):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 <= value <= high + 1e-9
+        or value == float("inf")
+    ):
         raise _wrong(name, value, wanted="a ratio in [0, 1]" if high == 1.0 else "a finite number >= 0")
 
 

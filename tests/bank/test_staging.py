@@ -284,3 +284,17 @@ def test_rows_of_one_call_do_not_take_each_others_slots(rows_of):
     rows.ask(0, [first, first + 1, first + 2, first + 3])
     assert 3 == rows.cold_counts.kept_rows
     list(rows.arrivals(0, [first, first + 1, first + 2, first + 3]))
+
+
+def test_a_close_by_another_thread_while_a_slot_is_taken_finds_none():
+    staging = slots_of(1)
+
+    class Closing(list):
+        def __bool__(self):
+            there = len(self) > 0
+            staging.close()
+            return there
+
+    staging._free = Closing(staging._free)
+    assert staging.take((0, 0), turn=1) is None
+    assert staging.take((0, 0), turn=1) is None

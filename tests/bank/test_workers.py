@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import os
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -263,3 +265,36 @@ def test_thousands_of_signals_lose_no_job_and_leave_no_thread_waiting():
             in_time(made.close)
             assert [] == threads()
     assert signals.num_hits > 2000
+
+
+def test_a_close_that_comes_while_the_first_thread_is_started_is_told_and_hangs_nobody(monkeypatch):
+    crew, start = Workers(2, name="test-crew"), _thread.start_new_thread
+
+    def late(work, arguments):
+        closing = threading.Thread(target=crew.close)
+        if work is module._sit_down:
+            closing.start()
+            closing.join()
+        return start(work, arguments)
+
+    monkeypatch.setattr(module, "_thread", SimpleNamespace(start_new_thread=late, allocate_lock=_thread.allocate_lock))
+    job = Job(lambda: 1)
+    crew.do(job)
+    with pytest.raises(BankError, match="the banks are closed"):
+        job.result()
+
+
+def test_who_waits_for_a_job_hears_that_another_thread_gives_it_up():
+    crew, go = Workers(1, name="test-crew"), threading.Event()
+    jobs = [Job(lambda: go.wait(LIMIT_S)), Job(lambda: 1)]
+    for job in jobs:
+        crew.do(job)
+    waiting = threading.Thread(target=jobs[1].wait)
+    waiting.start()
+    closing = threading.Thread(target=crew.close)
+    closing.start()
+    waiting.join(LIMIT_S)
+    assert not waiting.is_alive()
+    go.set()
+    closing.join(LIMIT_S)
+    assert jobs[1].is_given_up

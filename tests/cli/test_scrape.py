@@ -125,7 +125,7 @@ def test_every_number_of_every_rank_is_read():
     assert 1.5e9 == reading.started_s
     for rank, steps in ((0, 100), (3, 5)):
         numbers = reading.ranks[rank].numbers
-        assert 23 == len(numbers)
+        assert 24 == len(numbers)
         assert (steps, 2 * steps, 10) == tuple(numbers[key] for key in ("steps", "tokens/decode", "tokens/prefill"))
         assert (7, 2, 0) == tuple(numbers[f"swaps/{result}"] for result in ("done", "refused", "failed"))
         assert (2**30, 0.8) == (numbers["hot_bytes"], numbers["hit_ratio_window"])

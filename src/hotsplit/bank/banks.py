@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
@@ -179,6 +180,9 @@ class Banks:
         """Row maps and counters."""
         self.live = Live(self.router, plan_shares=prior, row_bytes=row_bytes, dyn_steps=options.dyn_steps)
         """The loop that corrects the plan."""
+        # Reentrant: a model may be closed, or looked at, from inside of its own step.
+        self.lock: contextlib.AbstractContextManager[object] = threading.RLock()
+        """Held by a step, and by whoever looks at the counters or closes: they wait for a step that another thread runs."""
         self.on_close: list[Callable[[], None]] = []
         """What else ends with the banks: called once."""
         self._maths: dict[int, ExpertMath] = {}
@@ -204,8 +208,6 @@ class Banks:
     """Of the backend, for metrics."""
     host_bytes = None
     """Cold rows stay in the checkpoint's files."""
-    lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    """None: whoever looks at the counters counts the last step first."""
 
     @property
     def hot_bytes(self) -> int:
@@ -239,12 +241,13 @@ class Banks:
             phase: Of the whole step.
             is_padding: The engine's padding mask, [T], bool; None for none.
         """
-        self.begin_step(phase=phase, is_padding=is_padding)
-        try:
-            yield
-        except BaseException:
-            self.abandon_step()
-            raise
+        with self.lock:
+            self.begin_step(phase=phase, is_padding=is_padding)
+            try:
+                yield
+            except BaseException:
+                self.abandon_step()
+                raise
 
     def begin_step(self, *, phase: Phase, is_padding: torch.Tensor | None) -> None:
         """Say what kind of step follows.
@@ -297,24 +300,26 @@ class Banks:
         Raises:
             BankError: The third update in a row failed, the banks are closed, or the model's files have changed.
         """
-        self.rows.require_whole()
-        if self._pid != os.getpid() and self._swaps is not None:
-            raise BankError("a process that was forked", got="no copying thread", do="load the model in the child")
-        self.live.tick()
+        with self.lock:
+            self.rows.require_whole()
+            if self._pid != os.getpid() and self._swaps is not None:
+                raise BankError("a process that was forked", got="no copying thread", do="load the model in the child")
+            self.live.tick()
 
     def __reduce__(self) -> NoReturn:
         """Neither copied nor pickled: rows are memory and files of this process."""
         raise EngineError("a hotsplit model cannot be copied or pickled", do="load it again where it is needed")
 
     def close(self) -> None:
-        """Count the last step, stop the copies, let memory and files go; twice is harmless."""
-        self.router.flush()
-        if self._swaps is not None:
-            self._swaps.close()
-            self._swaps = None
-        while self.on_close:
-            self.on_close.pop()()
-        self.rows.close()
+        """Count the last step, stop the copies, let memory and files go; twice is harmless. Another thread's step ends first."""
+        with self.lock:
+            self.router.flush()
+            if self._swaps is not None:
+                self._swaps.close()
+                self._swaps = None
+            while self.on_close:
+                self.on_close.pop()()
+            self.rows.close()
 
 
 class _LayerView:

@@ -105,7 +105,10 @@ class Staging:
             self._free = [slot for slot in self._all if slot.start not in used]
         if not self._free and not self._make_room(turn=turn):
             return None
-        slot = self._free.pop()
+        try:
+            slot = self._free.pop()
+        except IndexError:  # closed meanwhile, by another thread
+            return None
         slot.key, slot.turn, slot.is_reading, slot.tensors = key, turn, True, None
         self._slots[key] = slot
         self._count(key, slot, turn=turn)

@@ -103,7 +103,10 @@ class Workers:
                     name = f"{self._name}_{number}"
                     _thread.start_new_thread(_sit_down, (seat, self._jobs, name, self._prepare))
                     seat.has_thread = True
-                    seat.begun.wait()
+                    while not (
+                        seat.begun.is_told or seat.claim.is_void()
+                    ):  # a close() by another thread takes the seat
+                        seat.begun.look()
             self._are_all_started = True
         except RuntimeError:  # no more are to be had: those that there are do
             self._are_all_started = False

@@ -84,6 +84,11 @@ class NativeExperts:
             self._hot_RA = np.zeros((num_rows, len(EXPERT_FIELDS)), dtype=np.int64)
         return int(self._hot_RA.ctypes.data)
 
+    @property
+    def seen(self) -> tuple[object, object]:
+        """That table and the rows in it: whoever keeps both keeps their memory, whatever forget() does meanwhile."""
+        return self._hot_RA, self._held
+
     def learn(self, rows: Iterable[int], *, bank: LayerBank) -> None:
         """Put rows into that table.
 
@@ -126,8 +131,7 @@ class NativeExperts:
     def forget(self) -> None:
         """Let go of the rows that were seen: their memory stays for as long as anyone holds a tensor of it."""
         self._hot_RA = self._hot_RA[:0]
-        self._held.clear()
-        self._cold.clear()
+        self._held, self._cold = {}, {}  # a call under way on another thread keeps what it began with
 
     def _addresses(self, tensors: Tensors) -> tuple[int, ...]:
         return tuple(0 if name is None else tensors[name].data_ptr() for name in self._names)
@@ -232,10 +236,10 @@ class _Call:
         scratch = _scratch(
             native.scratch_bytes(num_tokens, top_k=top_k, num_experts=num_experts), is_kept=num_tokens <= MOST_TOKENS
         )
-        self._alive = ids, rows, scratch
         told.ids, told.rows, told.scratch = ids.data_ptr(), rows.data_ptr(), scratch.data_ptr()
         told.num_tokens, told.top_k, told.num_experts = num_tokens, top_k, num_experts
         told.addresses = native.hot_addresses(told.first_cold)
+        self._alive = ids, rows, scratch, native.seen
         native.library.begin(self.reference)
         if told.num_unknown:
             native.learn(self._runs(scratch, 0, told.num_hot), bank=self._bank)

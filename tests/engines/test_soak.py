@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hotsplit.bank import cold_choice
+from hotsplit.bank.kernels import fast_library
+from hotsplit.bank.mapped import MappedFiles
 from hotsplit.data import tiny_moe_path
+from hotsplit.engines.transformers import cpu_rows
+from hotsplit.host.memory import LIMITED, MemoryLimit, MemoryLimits
 
 pytestmark = [pytest.mark.transformers, pytest.mark.soak]
 
@@ -20,11 +25,33 @@ def anonymous_bytes():
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
+@pytest.fixture
+def full(monkeypatch):
+    """A machine whose memory is all taken, and whose page cache is empty: cold rows are read directly, into slots."""
+    limit = MemoryLimit(name="MemAvailable", state=LIMITED, available_bytes=0, source="here")
+    monkeypatch.setattr(cpu_rows, "memory_limits", lambda: MemoryLimits(limits=(limit,)))
+    monkeypatch.setattr(MappedFiles, "is_present", lambda *_: False)
+    monkeypatch.setattr(cold_choice, "RECENT_SHARE", 0.4)
+
+
 def test_anonymous_memory_is_flat_over_ten_thousand_tokens(load):
+    model = load(tiny_moe_path(), hot=0.35, dyn_steps=50, dyn_margin=1, dyn_half_life=2)
+    require_flat(model)
+
+
+@pytest.mark.skipif(fast_library.load() is None, reason="the native code is not built here")
+def test_it_is_flat_with_slots_and_the_fast_kernel_too(load, full):
+    model = load(tiny_moe_path(), hot=0.6, kernel="fast", dyn_steps=50, dyn_margin=1, dyn_half_life=2)
+    require_flat(model)
+    assert model.hotsplit.snapshot().kept_bytes > 0, "else there were no slots"
+    assert model.hotsplit.banks.rows.cold_counts.staged_rows > 1000, "else nothing was read that could leak"
+
+
+def require_flat(model):
+    """Decode; after the first thousand tokens memory does not grow."""
     from transformers import DynamicCache
 
     torch.set_num_threads(1)
-    model = load(tiny_moe_path(), hot=0.35, dyn_steps=50, dyn_margin=1, dyn_half_life=2)
     dice, seen = torch.Generator().manual_seed(0), {}
     for number in range(TOKENS):
         if number % CONTEXT == 0:

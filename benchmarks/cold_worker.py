@@ -25,6 +25,7 @@ import hotsplit
 from hotsplit.bank import mapped
 from hotsplit.bank.cold_choice import ColdChoice, slot_needs
 from hotsplit.bank.cold_reads import ColdRows
+from hotsplit.config import HotsplitConfig
 from hotsplit.engines.transformers import loading
 from hotsplit.plan.histogram import save_histogram
 
@@ -78,9 +79,10 @@ def _way(name: str, *, slot_share: float, threads: int) -> Iterator[None]:
     """Have load() read cold rows in one way."""
     rows_options = loading.rows_options
 
-    def choice(opened: Any, *, budget: int, **_: Any) -> ColdChoice:
-        slot_bytes = slot_needs(opened.source).slot_bytes
-        slots = int(slot_share * budget) // slot_bytes
+    def choice(opened: Any, *, budget: int, config: HotsplitConfig) -> ColdChoice:
+        sizes, slot_bytes = opened.sizes, slot_needs(opened.source).slot_bytes
+        least = int(sizes.row_bytes.sum()) * (sizes.identity.top_k + 1) if config.dynamic else 0
+        slots = int(slot_share * max(budget - least, 0)) // slot_bytes
         return ColdChoice(is_direct=bool(slots), slots=slots, slot_bytes=slot_bytes, text=f"{name}, {slots} slots")
 
     def options(*arguments: Any, **named: Any) -> Any:

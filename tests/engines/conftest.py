@@ -17,7 +17,11 @@ import hotsplit
 from engines import tiny
 from engines.stand_in import StandIn
 from engines.stand_in import budget as stand_in_budget
+from hotsplit.bank import cold_choice
 from hotsplit.bank.fake_driver import NOTHING
+from hotsplit.bank.mapped import MappedFiles
+from hotsplit.engines.transformers import cpu_rows
+from hotsplit.host.memory import LIMITED, MemoryLimit, MemoryLimits
 from hotsplit.plan.checkpoint import read_headers
 from hotsplit.plan.sizes import expert_sizes
 
@@ -89,6 +93,17 @@ def load(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     for model in loaded:
         if hasattr(model, "hotsplit"):
             model.hotsplit.close()
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose memory is all taken, and whose page cache is empty: cold rows are read directly, into slots."""
+    limit = MemoryLimit(name="MemAvailable", state=LIMITED, available_bytes=0, source="here")
+    monkeypatch.setattr(cpu_rows, "memory_limits", lambda: MemoryLimits(limits=(limit,)))
+    monkeypatch.setattr(MappedFiles, "is_present", lambda *_: False)
+    # A tiny model's slots would take more than their share of a tiny budget.
+    for share in ("_LARGEST_SHARE", "RECENT_SHARE"):
+        monkeypatch.setattr(cold_choice, share, 0.6)
 
 
 @pytest.fixture

@@ -9,11 +9,8 @@ import torch
 
 from engines import tiny
 from engines.conftest import budget
-from hotsplit.bank import cold_choice
-from hotsplit.bank.mapped import MappedFiles
 from hotsplit.engines.transformers import cpu_rows
 from hotsplit.errors import BankError
-from hotsplit.host.memory import LIMITED, MemoryLimit, MemoryLimits
 from hotsplit.host.numa import Placement
 
 pytestmark = pytest.mark.transformers
@@ -24,17 +21,6 @@ ROWS = {"dynamic": False, "hot": 0.9}
 @pytest.fixture(autouse=True)
 def listen(caplog):
     caplog.set_level(logging.INFO, logger="hotsplit")
-
-
-@pytest.fixture
-def full(monkeypatch):
-    """A machine whose memory is all taken, by what it tells about the page cache, and whose cache is empty."""
-    limit = MemoryLimit(name="MemAvailable", state=LIMITED, available_bytes=0, source="here")
-    monkeypatch.setattr(cpu_rows, "memory_limits", lambda: MemoryLimits(limits=(limit,)))
-    monkeypatch.setattr(MappedFiles, "is_present", lambda *_: False)
-    # A tiny model's slots would take more than their share of a tiny budget.
-    for share in ("_LARGEST_SHARE", "RECENT_SHARE"):
-        monkeypatch.setattr(cold_choice, share, 0.6)
 
 
 def equals_stock(expected, folder, model):

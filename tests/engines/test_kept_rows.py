@@ -7,11 +7,7 @@ import logging
 import pytest
 
 from engines import tiny
-from hotsplit.bank import cold_choice
-from hotsplit.bank.mapped import MappedFiles
 from hotsplit.bank.staging import Staging
-from hotsplit.engines.transformers import cpu_rows
-from hotsplit.host.memory import LIMITED, MemoryLimit, MemoryLimits
 from hotsplit.metrics import UpdateLine, read_snapshot
 
 pytestmark = pytest.mark.transformers
@@ -24,17 +20,6 @@ ALIVE = {"hot": 0.9, "dyn_steps": 4, "dyn_margin": 1, "dyn_half_life": 1}
 @pytest.fixture(autouse=True)
 def listen(caplog):
     caplog.set_level(logging.INFO, logger="hotsplit")
-
-
-@pytest.fixture
-def full(monkeypatch):
-    """A machine whose memory is all taken, and whose page cache is empty: cold rows are read directly."""
-    limit = MemoryLimit(name="MemAvailable", state=LIMITED, available_bytes=0, source="here")
-    monkeypatch.setattr(cpu_rows, "memory_limits", lambda: MemoryLimits(limits=(limit,)))
-    monkeypatch.setattr(MappedFiles, "is_present", lambda *_: False)
-    # A tiny model's slots would take more than their share of a tiny budget.
-    for share in ("_LARGEST_SHARE", "RECENT_SHARE"):
-        monkeypatch.setattr(cold_choice, share, 0.6)
 
 
 def lines(caplog):

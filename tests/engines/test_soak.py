@@ -5,12 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hotsplit.bank import cold_choice
 from hotsplit.bank.kernels import fast_library
-from hotsplit.bank.mapped import MappedFiles
 from hotsplit.data import tiny_moe_path
-from hotsplit.engines.transformers import cpu_rows
-from hotsplit.host.memory import LIMITED, MemoryLimit, MemoryLimits
 
 pytestmark = [pytest.mark.transformers, pytest.mark.soak]
 
@@ -23,15 +19,6 @@ ALLOWED = 4 * MIB
 def anonymous_bytes():
     with open("/proc/self/status", encoding="ascii") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
-
-
-@pytest.fixture
-def full(monkeypatch):
-    """A machine whose memory is all taken, and whose page cache is empty: cold rows are read directly, into slots."""
-    limit = MemoryLimit(name="MemAvailable", state=LIMITED, available_bytes=0, source="here")
-    monkeypatch.setattr(cpu_rows, "memory_limits", lambda: MemoryLimits(limits=(limit,)))
-    monkeypatch.setattr(MappedFiles, "is_present", lambda *_: False)
-    monkeypatch.setattr(cold_choice, "RECENT_SHARE", 0.4)
 
 
 def test_anonymous_memory_is_flat_over_ten_thousand_tokens(load):

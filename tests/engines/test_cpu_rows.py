@@ -9,8 +9,8 @@ import torch
 
 from engines import tiny
 from engines.conftest import budget
-from hotsplit.engines.transformers import cpu_rows
-from hotsplit.errors import BankError
+from hotsplit.engines.transformers import cpu, cpu_rows
+from hotsplit.errors import BankError, ConfigError
 from hotsplit.host.numa import Placement
 
 pytestmark = pytest.mark.transformers
@@ -97,3 +97,16 @@ def test_bind_where_no_node_can_be_named_is_refused_before_anything_is_read(chec
     monkeypatch.setattr(cpu_rows, "choose_cpu_placement", refuse)
     with pytest.raises(BankError, match="HOTSPLIT_NUMA_POLICY=bind"):
         load(checkpoint("qwen3_moe"), numa_policy="bind")
+
+
+def test_memory_without_room_for_hot_experts_is_said_where_nobody_gave_a_budget(checkpoint, load, monkeypatch):
+    folder = checkpoint("qwen3_moe")
+    monkeypatch.setattr(cpu, "default_hot_bytes", lambda sizes, *, reserve_bytes: 0)
+    text = (
+        "no room for hot experts: all are read from the disk; set HOTSPLIT_HOT_GIB, or lower HOTSPLIT_VRAM_RESERVE_GIB"
+    )
+    said = [str(notice) for notice in load(folder, hot_gib=None, dynamic=False).hotsplit.notices]
+    assert [True] == [text in one for one in said if "[nothing-hot]" in one]
+    with pytest.raises(ConfigError, match="no room for hot experts"):
+        load(folder, hot_gib=None, dynamic=False, strict=True)
+    assert not [one for one in load(folder, hot=0.5, dynamic=False).hotsplit.notices if one.name == "nothing-hot"]

@@ -30,6 +30,7 @@ from hotsplit.errors import ConfigError, UnsupportedEngineError
 from hotsplit.host.budget import default_hot_bytes
 from hotsplit.notices import Notice, enforce
 from hotsplit.plan.sizes import ExpertSizes
+from hotsplit.units import gib
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,25 @@ def default_budget(sizes: ExpertSizes, *, config: HotsplitConfig) -> int:
         config: Settings.
     """
     return default_hot_bytes(sizes, reserve_bytes=config.vram_reserve_bytes)
+
+
+def budget_notices(config: HotsplitConfig, *, budget: int) -> list[Notice]:
+    """What must be said of a budget that nobody has given.
+
+    Args:
+        config: Settings.
+        budget: Hot bytes.
+
+    Raises:
+        ConfigError: There is none, and that is an error in strict mode.
+    """
+    if config.hot_bytes is not None or budget > 0:
+        return []
+    left = f"beside dense weights and a reserve of {gib(config.vram_reserve_bytes)} memory has no room for hot experts"
+    what = f"{left}: all are read from the disk; set {variable_name('hot_gib')}, or lower {variable_name('vram_reserve_gib')}"
+    notices = [Notice(name="nothing-hot", text=what)]
+    enforce(notices, strict=config.strict, error=ConfigError)
+    return notices
 
 
 def teach(loaded: Any, *, banks: Banks, source: CheckpointSource, strict: bool = False) -> list[Notice]:

@@ -178,7 +178,7 @@ def _on_cpu(opened: Opened, *, asked: _Asked) -> Any:
         if config.hot_bytes is not None:
             require_memory(sizes.expert_bytes, sizes=sizes, reserve_bytes=config.vram_reserve_bytes)
         return None
-    unfit = cpu.kernel_notices(config)
+    unfit = [*cpu.kernel_notices(config), *cpu.budget_notices(config, budget=budget)]
     budget = min(budget, sizes.expert_bytes)
     cold = cold_choice(opened, budget=budget, config=config)
     choice = _choose(sizes, asked=asked, budget=budget - cold.num_bytes)
